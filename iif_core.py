@@ -1,0 +1,360 @@
+"""Influence of the records of one PPO round on a target, and the filter that drops the most harmful ones.
+
+At the snapshot theta(k) that collected a round of N records,
+
+    direction = grad of f_return,   f_return(theta) = mean_j A_j * log pi_theta(a_j | s_j)          (one backward pass)
+    score_i   = - < grad L_i, direction >,   L_i = the PPO policy loss of record i                   (one forward-mode pass)
+
+A positive score says that a step on the record raises the target, a negative one that it lowers it. Iterative
+influence-based filtering drops the lowest `percent` of the negative scores and trains on the rest.
+
+Three things are independent here: what is attributed (the losses of the records), to what (any differentiable target), and how
+(the direction: the raw gradient is TracIn, a preconditioned one is another method).
+
+Source: Hu et al., "A Snapshot of Influence: A Local Data Attribution Framework for Online Reinforcement Learning",
+NeurIPS 2025, arXiv 2505.19281: sections 3 (targets, scores) and 5.1 (the filter).
+"""
+
+import contextlib
+import sys
+from fractions import Fraction
+
+import numpy as np
+import torch
+from torch import nn
+from torch.func import functional_call, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+
+def target_gradient(agent, target, num_records=None, *, chunk_size=None):
+    """Gradient of a target function with respect to the trainable parameters of `agent`.
+
+    target: with num_records None, target() is the scalar target. Otherwise target(inds) is the scalar share of the records `inds`
+        (LongTensor on the CPU), and the target is the sum of the shares over chunks of `chunk_size` records.
+    Returns {parameter name: gradient}; zeros for a parameter that the target does not use.
+    Raises ValueError if the target is not a finite scalar or does not depend on the parameters.
+    """
+    agent, params = _agent_and_params(agent)
+    chunks = [()] if num_records is None else [(inds,) for inds in _chunks(num_records, chunk_size)]
+    total = {}
+    with _scoring(agent, target) as call:
+        for chunk in chunks:
+            value = call(*chunk)
+            if not isinstance(value, torch.Tensor) or value.numel() != 1 or not torch.isfinite(value):
+                what = f"{value.item()}" if isinstance(value, torch.Tensor) and value.numel() == 1 else _describe(value)
+                raise ValueError(f"target must return a finite scalar tensor, got {what}")
+            if not value.requires_grad:
+                continue
+            grads = torch.autograd.grad(value.squeeze(), list(params.values()), allow_unused=True)
+            for name, grad in zip(params, grads):
+                if grad is not None:
+                    total[name] = total[name] + grad if name in total else grad.detach()
+    if not total:
+        raise ValueError(f"target: {_INDEPENDENT}")
+    return {name: total[name] if name in total else torch.zeros_like(p) for name, p in params.items()}
+
+
+def influence_scores(agent, record_losses, direction, num_records, *, chunk_size=None):
+    """Scores score_i = - < grad L_i, direction >, exact for any network that does not mix records (paper section 3.2).
+
+    record_losses: record_losses(inds) -> Tensor[len(inds)], the losses (to be minimised) of the records `inds` (LongTensor on
+        the CPU) at the agent's current parameters. A loss may depend on its own record only: what couples records, like the
+        normalisation of advantages, is computed before and enters as a constant. Any loss will do; PPO with an entropy bonus is
+            lambda inds: -adv[inds] * (logp := logprob(inds)) - ent_coef * entropy(inds)
+    direction: {parameter name: Tensor}, as target_gradient returns it.
+    chunk_size: records per call of record_losses (None: all). Bounds the memory, does not change the scores.
+    Returns Tensor[num_records].
+    Raises ValueError on losses of the wrong shape, losses that do not depend on the parameters or change from call to call
+    (dropout that stays on in evaluation mode), and scores that are not finite.
+
+    The scores are one Jacobian-vector product, computed in forward mode: no per-record gradient is ever stored. An operation
+    without a forward-mode formula is retried with the plain kernels, then by double backward, which is as exact.
+    """
+    agent, params = _agent_and_params(agent)
+    wrong = [n for n in {**params, **direction} if n not in params or n not in direction or direction[n].shape != params[n].shape]
+    if wrong:
+        raise ValueError(f"direction must hold one tensor per trainable parameter, of its shape; check {wrong[0]!r}")
+    chunks = _chunks(num_records, chunk_size)
+    attempts = [(how, kernels) for how in (_forward_mode, _double_backward) for kernels in (contextlib.nullcontext, _plain_kernels)]
+    scores = []
+    with _scoring(agent, record_losses) as call:
+        closure = _Closure(agent, lambda inds: _vector("record_losses", call(inds), inds))
+        for inds in chunks:
+            while True:
+                how, kernels = attempts[0]
+                try:
+                    with kernels():
+                        scores.append(-how(closure, params, direction, inds).detach())
+                    break
+                except RuntimeError as error:  # NotImplementedError is one
+                    if isinstance(error, torch.OutOfMemoryError) or len(attempts) == 1:
+                        raise
+                    attempts.pop(0)
+    scores = torch.cat(scores)
+    _check_finite("scores", scores)
+    return scores
+
+
+def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=None, chunk_size=None):
+    """Scores of a PPO round against its own return: what iterative influence-based filtering drops by (paper section 5.1).
+
+    logprob: logprob(inds) -> Tensor[len(inds)], log pi(a|s) of the actions taken in the records `inds`, at the agent's current
+        parameters, which must be those that collected the round (every PPO ratio is 1, so that clipping is inactive and the
+        gradient of a record's loss is - A * grad log pi).
+    advantages: Tensor[N], the raw advantage estimates. The target uses them as they are; the losses use them normalised (unbiased
+        std + 1e-8) within consecutive minibatches of `minibatch_size` records in the order of `inds`, or over the whole round if
+        minibatch_size is None. A last minibatch shorter than two joins the one before it; minibatches of one are not normalised.
+    inds: permutation of 0..N-1 (default: as stored). It orders the normalisation only: score i is that of record i.
+    Rows that are not records (padding, reset rows of a vector environment) must be left out before the call.
+    Returns Tensor[N]. Raises ValueError as influence_scores does, and on non-finite advantages.
+    """
+    device = next(iter(_agent_and_params(agent)[1].values())).device
+    advantages = torch.as_tensor(advantages, device=device).detach()
+    if advantages.dim() != 1 or not advantages.is_floating_point():
+        raise ValueError(f"advantages must be a float tensor of shape [N] (flatten a [steps, envs] one), got {_describe(advantages)}")
+    n = _positive("advantages: the number of records", len(advantages))
+    _check_finite("advantages", advantages)
+    inds = torch.arange(n) if inds is None else torch.as_tensor(inds).cpu()
+    if inds.shape != (n,) or inds.is_floating_point() or not torch.equal(inds.sort().values, torch.arange(n)):
+        raise ValueError(f"inds must be a permutation of the {n} records, got {_describe(inds)} that is not one")
+
+    def log_pi(i):
+        return _vector("logprob", logprob(i), i)
+
+    size = n if minibatch_size is None else _positive("minibatch_size", minibatch_size)
+    normalized = torch.empty_like(advantages)
+    minibatches = list(inds.split(size))
+    if len(minibatches) > 1 and size > 1 and len(minibatches[-1]) < 2:
+        minibatches[-2:] = [torch.cat(minibatches[-2:])]
+    for mb_inds in minibatches:
+        a = advantages[mb_inds]
+        normalized[mb_inds] = (a - a.mean()) / (a.std() + 1e-8) if len(a) > 1 else a
+
+    direction = target_gradient(agent, lambda i: (advantages[i] * log_pi(i)).sum() / n, n, chunk_size=chunk_size)
+    return influence_scores(agent, lambda i: -normalized[i] * log_pi(i), direction, n, chunk_size=chunk_size)
+
+
+def action_influence(agent, logprob_of_action, record_losses, num_records, *, chunk_size=None):
+    """Scores of records against one action at one state, f_action = log pi(a|s) (paper sections 3.1 and 4.2).
+
+    logprob_of_action: logprob_of_action() -> scalar, log pi(a|s) of the chosen state and action.
+    The other arguments, the result and the errors are those of influence_scores.
+    """
+    direction = target_gradient(agent, logprob_of_action)
+    return influence_scores(agent, record_losses, direction, num_records, chunk_size=chunk_size)
+
+
+def filter_bottom(scores, percent, *, of="negative"):
+    """Indices of the records to keep, ascending (LongTensor), after dropping the lowest scores (paper algorithm 1).
+
+    Drops the floor(percent * n / 100) lowest, where n counts the negative scores (of="negative", the paper's rule, which never
+    drops another) or all of them (of="all"). Among equal scores the first goes first, so that the count is exact.
+    Raises ValueError on scores that are empty, not 1-D or not finite, and on a percent outside [0, 100].
+    """
+    scores = torch.as_tensor(scores).detach()
+    if scores.dim() != 1:
+        raise ValueError(f"scores must have the shape [N], got {_describe(scores)}")
+    _positive("scores: the number of records", len(scores))
+    _check_finite("scores", scores)
+    if not 0 <= percent <= 100:
+        raise ValueError(f"percent must lie in [0, 100], got {percent}")
+    if of not in ("negative", "all"):
+        raise ValueError(f"of must be 'negative' or 'all', got {of!r}")
+    n = int((scores < 0).sum()) if of == "negative" else len(scores)
+    drop = int(Fraction(str(float(percent))) * n / 100)  # exact: as floats, 0.57 percent of 10000 would be 56
+    return scores.argsort(stable=True)[drop:].sort().values
+
+
+def log_influence(writer, scores, kept, global_step, *, advantages=None, filtered=True):
+    """Log the `influence/*` rows of one round through a TensorBoard SummaryWriter (W&B: sync_tensorboard=True).
+
+    scores: [N]; kept: the indices trained on; advantages: [N] raw, for their Spearman correlation with the scores; filtered: False
+    if the round was left whole by choice. Only finite scores enter; the others are counted in influence/nonfinite.
+    """
+    scores = torch.as_tensor(scores).detach().cpu().double().numpy()
+    finite = np.isfinite(scores)
+    x = scores[finite]
+    row = {
+        "records_kept": len(kept),
+        "dropped_fraction": 1 - len(kept) / len(scores) if len(scores) else 0.0,
+        "filtered_round": int(filtered),
+        "nonfinite": int((~finite).sum()),
+    }
+    if len(x):
+        row |= {"negative_fraction": (x < 0).mean(), "score_mean": x.mean(), "score_std": x.std()}
+        row |= {"score_min": x.min(), "score_max": x.max()}
+        # Bins of one width with an edge at zero, so that harmful and helpful records never share one. All-equal scores get a width
+        # of their own scale.
+        width = max(x.max() - x.min(), 1e-6 * np.abs(x).max(), 1e-30) / 64
+        edges = width * np.arange(np.floor(x.min() / width), np.floor(x.max() / width) + 2)
+        writer.add_histogram("influence/scores", x.clip(edges[0], edges[-1]), global_step, bins=edges)
+        if advantages is not None:
+            advantages = torch.as_tensor(advantages).detach().cpu().double().numpy()[finite]
+            rank_of_score, rank_of_advantage = _ranks(x), _ranks(advantages)
+            if rank_of_score.std() > 0 and rank_of_advantage.std() > 0:  # undefined if either is constant
+                row["advantage_correlation"] = np.corrcoef(rank_of_score, rank_of_advantage)[0, 1]
+    for name, value in row.items():
+        if np.isfinite(value):
+            writer.add_scalar(f"influence/{name}", float(value), global_step)
+
+
+# ---- how the scores are computed
+
+
+class _Closure(nn.Module):
+    """A closure over the agent as a module, so that functional_call can lend the agent other parameters while it runs."""
+
+    def __init__(self, agent, fn):
+        super().__init__()
+        self.agent, self.fn = agent, fn
+
+    def forward(self, inds):
+        return self.fn(inds)
+
+
+class _NoGradStopsTangents(TorchFunctionMode):
+    """Within forward mode, let no_grad in a closure cut the derivative as it does in reverse mode (by itself it would not)."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch._C._set_grad_enabled:
+            torch._C._set_fwd_grad_enabled(args[0])
+        return result
+
+
+def _forward_mode(closure, params, direction, inds):
+    primals = {f"agent.{name}": p.detach() for name, p in params.items()}
+    tangents = {f"agent.{name}": direction[name].to(p.dtype) for name, p in params.items()}
+    with _NoGradStopsTangents():
+        losses, products = jvp(lambda p: functional_call(closure, p, (inds,)), (primals,), (tangents,), strict=True)
+    # No primal requires a gradient, so no reverse graph is kept. If the losses require one all the same, the closure holds a
+    # parameter itself, not through the agent, and forward mode has missed it.
+    if losses.requires_grad:
+        raise NotImplementedError("the closure holds a parameter of its own")
+    return products
+
+
+def _double_backward(closure, params, direction, inds):
+    losses = closure(inds)
+    weights = torch.ones_like(losses, requires_grad=True)
+    grads = [None]
+    if losses.requires_grad:
+        grads = torch.autograd.grad(weights @ losses, list(params.values()), create_graph=True, allow_unused=True)
+    used = [(grad, direction[name].to(grad.dtype)) for name, grad in zip(params, grads) if grad is not None]
+    if not used:
+        raise ValueError(f"record_losses: {_INDEPENDENT}")
+    return torch.autograd.grad([grad for grad, _ in used], weights, [v for _, v in used])[0]
+
+
+@contextlib.contextmanager
+def _plain_kernels():
+    """Kernels of which every operation has derivatives of all kinds: no fused recurrent cells, no flash attention."""
+    backends = (torch.backends.mkldnn, torch.backends.cudnn)
+    before = [b.enabled for b in backends]
+    try:
+        for b in backends:
+            b.enabled = False
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for b, enabled in zip(backends, before):
+            b.enabled = enabled
+
+
+@contextlib.contextmanager
+def _scoring(agent, closure):
+    """Evaluate `closure` with the agent in evaluation mode, eagerly and with gradients; then put everything back.
+
+    Yields the closure to call. Where its calls drew random numbers or changed buffers, it must still give the same value twice, or
+    there is no one function to differentiate: then ValueError.
+    """
+    modes = [(m, m.training) for m in agent.modules()]
+    buffers = [(m, n, b, b.clone(), b._version) for m, _ in modes for n, b in m._buffers.items() if b is not None]
+    devices = {p.device for p in agent.parameters() if p.is_cuda}
+    calls = []
+
+    def call(*args):
+        calls[:] = calls or [args]
+        return closure(*args)
+
+    def rng():
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
+
+    # compiled code has no forward mode, and hooks and swapped parameters would recompile it
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    before = rng()
+    try:
+        for m, _ in modes:
+            # cuDNN's recurrent kernels have a backward in training mode only, and without dropout the two modes are one
+            m.training = isinstance(m, nn.RNNBase) and m.dropout == 0 and m.training
+        with eager, torch.inference_mode(False), torch.enable_grad():
+            yield call
+            changed = any(m._buffers.get(n) is not b or b._version != version for m, n, b, _, version in buffers)
+            if calls and (changed or not all(map(torch.equal, before, rng()))):
+                with torch.no_grad():
+                    if not torch.equal(closure(*calls[0]), closure(*calls[0])):
+                        raise ValueError(
+                            "the closure gives another value at each call (random numbers, or a buffer that it updates): make it"
+                            " deterministic in evaluation mode, e.g. F.dropout(x, training=self.training), a stored action"
+                        )
+    finally:
+        for m, mode in modes:
+            m.training = mode
+        for m, n, b, value, version in buffers:
+            m._buffers[n] = b
+            if b._version != version:
+                with torch.no_grad():
+                    b.detach_().copy_(value)
+        torch.set_rng_state(before[0])
+        for device, state in zip(devices, before[1:]):
+            torch.cuda.set_rng_state(state, device)
+
+
+# ---- checks
+
+_INDEPENDENT = (
+    "the value does not depend on the trainable parameters of agent;"
+    " does the closure run this very agent, outside torch.no_grad and without detach?"
+)
+
+
+def _agent_and_params(agent):
+    agent = getattr(agent, "_orig_mod", agent)  # of a module from torch.compile: the module
+    params = {name: p for name, p in agent.named_parameters() if p.requires_grad}
+    if not params:
+        raise ValueError("agent has no trainable parameters")
+    return agent, params
+
+
+def _chunks(num_records, chunk_size):
+    n = _positive("num_records", num_records)
+    return torch.arange(n).split(n if chunk_size is None else _positive("chunk_size", chunk_size))
+
+
+def _positive(name, value):
+    if isinstance(value, bool) or int(value) != value or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value}")
+    return int(value)
+
+
+def _vector(name, value, inds):
+    if not isinstance(value, torch.Tensor) or value.shape != (len(inds),) or not value.is_floating_point():
+        raise ValueError(f"{name}(inds) must return a float tensor of shape [{len(inds)}], got {_describe(value)}")
+    return value
+
+
+def _check_finite(name, x):
+    bad = (~torch.isfinite(x)).nonzero().flatten()
+    if len(bad):
+        raise ValueError(f"{name}: {len(bad)} of {len(x)} are not finite, the first at index {int(bad[0])} ({x[bad[0]].item()})")
+
+
+def _describe(value):
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(type(value).__name__)
+
+
+def _ranks(x):
+    """Ranks of x, equal values sharing their mean rank."""
+    _, group, count = np.unique(x, return_inverse=True, return_counts=True)
+    return (count.cumsum() - (count - 1) / 2)[group]
