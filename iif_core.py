@@ -22,7 +22,8 @@ from fractions import Fraction
 import numpy as np
 import torch
 from torch import nn
-from torch.func import functional_call, jvp
+from torch.autograd import forward_ad
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -72,11 +73,15 @@ def influence_scores(agent, record_losses, direction, num_records, *, chunk_size
     without a forward-mode formula is retried with the plain kernels, then by double backward, which is as exact.
     """
     agent, params = _agent_and_params(agent)
-    wrong = [n for n in {**params, **direction} if n not in params or n not in direction or direction[n].shape != params[n].shape]
+    wrong = [
+        n for n in {**params, **direction} if n not in params or n not in direction or direction[n].shape != params[n].shape
+    ]
     if wrong:
         raise ValueError(f"direction must hold one tensor per trainable parameter, of its shape; check {wrong[0]!r}")
     chunks = _chunks(num_records, chunk_size)
-    attempts = [(how, kernels) for how in (_forward_mode, _double_backward) for kernels in (contextlib.nullcontext, _plain_kernels)]
+    attempts = [
+        (how, kernels) for how in (_forward_mode, _double_backward) for kernels in (contextlib.nullcontext, _plain_kernels)
+    ]
     scores = []
     with _scoring(agent, record_losses) as call:
         closure = _Closure(agent, lambda inds: _vector("record_losses", call(inds), inds))
@@ -112,7 +117,9 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
     device = next(iter(_agent_and_params(agent)[1].values())).device
     advantages = torch.as_tensor(advantages, device=device).detach()
     if advantages.dim() != 1 or not advantages.is_floating_point():
-        raise ValueError(f"advantages must be a float tensor of shape [N] (flatten a [steps, envs] one), got {_describe(advantages)}")
+        raise ValueError(
+            f"advantages must be a float tensor of shape [N] (flatten a [steps, envs] one), got {_describe(advantages)}"
+        )
     n = _positive("advantages: the number of records", len(advantages))
     _check_finite("advantages", advantages)
     inds = torch.arange(n) if inds is None else torch.as_tensor(inds).cpu()
@@ -224,14 +231,13 @@ class _NoGradStopsTangents(TorchFunctionMode):
 
 
 def _forward_mode(closure, params, direction, inds):
-    primals = {f"agent.{name}": p.detach() for name, p in params.items()}
-    tangents = {f"agent.{name}": direction[name].to(p.dtype) for name, p in params.items()}
-    with _NoGradStopsTangents():
-        losses, products = jvp(lambda p: functional_call(closure, p, (inds,)), (primals,), (tangents,), strict=True)
-    # No primal requires a gradient, so no reverse graph is kept. If the losses require one all the same, the closure holds a
+    with forward_ad.dual_level(), _NoGradStopsTangents():
+        duals = {f"agent.{name}": forward_ad.make_dual(p.detach(), direction[name].to(p.dtype)) for name, p in params.items()}
+        losses, products = forward_ad.unpack_dual(functional_call(closure, duals, (inds,)))
+    # No dual requires a gradient, so no reverse graph is kept. If the losses require one all the same, the closure holds a
     # parameter itself, not through the agent, and forward mode has missed it.
-    if losses.requires_grad:
-        raise NotImplementedError("the closure holds a parameter of its own")
+    if losses.requires_grad or products is None:
+        raise NotImplementedError("the losses depend on no parameter of the agent, or on one that the closure holds itself")
     return products
 
 
@@ -347,7 +353,9 @@ def _vector(name, value, inds):
 def _check_finite(name, x):
     bad = (~torch.isfinite(x)).nonzero().flatten()
     if len(bad):
-        raise ValueError(f"{name}: {len(bad)} of {len(x)} are not finite, the first at index {int(bad[0])} ({x[bad[0]].item()})")
+        raise ValueError(
+            f"{name}: {len(bad)} of {len(x)} are not finite, the first at index {int(bad[0])} ({x[bad[0]].item()})"
+        )
 
 
 def _describe(value):
