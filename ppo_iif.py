@@ -172,7 +172,9 @@ def check_env(args):
     try:
         env = gym.make(args.env_id, **json.loads(args.env_kwargs))
     except Exception as error:
-        sys.exit(f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}': {error} (module:Name-v0 imports the module first)")
+        sys.exit(
+            f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}': {error} (the id of another package is module:id, as highway_env:highway-v0)"
+        )
     if not isinstance(env.action_space, gym.spaces.Discrete):
         other = "use ppo_iif_continuous.py" if isinstance(env.action_space, gym.spaces.Box) else "no script here takes it"
         sys.exit(f"--env-id {args.env_id}: ppo_iif.py needs discrete actions, not {env.action_space}; {other}")
@@ -475,7 +477,7 @@ def parse_args():
             checkpoint = torch.load(args.resume, weights_only=True)
             saved = Args(**checkpoint["args"])
         except Exception as error:
-            sys.exit(f"--resume {args.resume} is not a whole checkpoint of this script: {str(error).splitlines()[0]}")
+            sys.exit(f"--resume {args.resume} is not a whole checkpoint of this script ({type(error).__name__})")
         args = tyro.cli(Args, default=saved)
         free = {"resume", "total_timesteps", "torch_threads", "cuda", "track", "wandb_project_name", "wandb_entity"}
         free |= {"capture_video", "save_model", "num_iterations"} | ({"eval_episodes"} if args.eval_episodes else set())
