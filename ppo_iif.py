@@ -444,10 +444,9 @@ def evaluate(agent, envs, num_episodes, seed):
         order = list(playing)
         actions = act(np.stack([obs[i] for i in order]).astype(np.float32))
         for i, action in zip(order, actions):
-            obs[i], reward, terminated, truncated, _ = envs[i].step(action + envs[i].action_space.start)
-            returns[playing[i]] += reward
-            if terminated or truncated:
-                del playing[i]
+            obs[i], _, _, _, info = envs[i].step(action + envs[i].action_space.start)
+            if "episode" in info:
+                returns[playing.pop(i)] = info["episode"]["r"]
     return returns
 
 

@@ -1,0 +1,973 @@
+"""What every training script guarantees. A new script is one more row of SCRIPTS."""
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Callable, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributions import Categorical
+
+ROOT, TESTS = Path(__file__).resolve().parents[1], Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT), str(TESTS)]
+
+import offline_wandb  # noqa: E402
+import toy_envs  # noqa: E402
+import toy_filters  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+# ---- the table
+
+
+class Mark(torch.nn.Module):
+    """A critic whose value of a toy environment's observation is its mark."""
+
+    def forward(self, obs):
+        return obs[..., :1]
+
+
+@dataclasses.dataclass
+class Script:
+    name: str
+    env: str  # small and fast, and with influence scores of both signs
+    toy: str  # toy_envs.Toy, with observations and actions that the script takes
+    flags: str  # of every run: a round of `batch` records in 16 minibatches or more
+    batch: int
+    mark: Callable[[Any], Any]  # observations of the toy environment [..., *shape] -> their marks [...]
+    critic_is_mark: Callable[[Any], None]  # let the agent's value of an observation of the toy environment be its mark
+    policy: Callable[[Any, torch.Tensor], torch.distributions.Distribution]  # agent, obs [n, *shape] -> pi(.|s), batch shape [n]
+    refused: tuple = ()  # (flags, what the message must hold), beside what all scripts refuse
+    also_runs: tuple = ()  # flags of unusual environments that the script can learn
+
+    def __str__(self):
+        return self.name
+
+    @property
+    def stages(self):
+        """The script as a module."""
+        return importlib.import_module(self.name[: -len(".py")])
+
+
+SCRIPTS = [
+    Script(
+        name="ppo_iif.py",
+        env="CartPole-v1",
+        toy="toy_envs:Toy-v0",
+        flags="--no-cuda --num-steps 128 --num-minibatches 16 --update-epochs 2 --total-timesteps 512",
+        batch=128,
+        mark=lambda obs: obs[..., 0],
+        critic_is_mark=lambda agent: setattr(agent, "critic", Mark()),
+        policy=lambda agent, obs: Categorical(logits=agent.actor(obs)),
+        refused=(
+            ("--env-id toy_envs:Continuous-v0", "ppo_iif_continuous.py"),
+            ("--env-id toy_envs:Pixels-v0", "ppo_iif_atari.py"),
+        ),
+        also_runs=(
+            "--env-id toy_envs:Shifted-v0",
+            "--env-id toy_envs:Nested-v0",
+            "--env-id FrozenLake-v1 --num-envs 2 --num-steps 64",
+        ),
+    ),
+]
+
+
+@pytest.fixture(params=SCRIPTS, ids=str, scope="module")
+def script(request):
+    return request.param
+
+
+# ---- running a script as a whole
+
+
+class Run(NamedTuple):
+    code: int
+    out: str
+    err: str
+    folder: Path  # the new one in runs/, None if there is none
+
+
+def command(script, flags):
+    """The command line; --env-id and the script's own flags come first, so that `flags` overrides them."""
+    return [str(ROOT / script.name), "--env-id", script.env, *script.flags.split(), *shlex.split(flags)]
+
+
+def environment(**variables):
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), **variables}
+
+
+def folders(cwd):
+    return {path.parent for path in Path(cwd).glob("runs/**/events.out.tfevents.*")}
+
+
+def run(script, flags, cwd, apart=False):
+    """Run a script to its end in the folder `cwd`, in a process of its own if `apart`.
+
+    Else here, by the same file as __main__: a tenth of the time, and random streams that earlier tests have left anywhere.
+    """
+    before = folders(cwd)
+    if apart:
+        done = subprocess.run(
+            [sys.executable, *command(script, flags)], cwd=cwd, env=environment(), capture_output=True, text=True
+        )
+        code, out, err = done.returncode, done.stdout, done.stderr
+    else:
+        code, out, err = 0, io.StringIO(), io.StringIO()
+        argv = command(script, flags)
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            patch.chdir(cwd)
+            patch.setattr(sys, "argv", argv)
+            try:
+                runpy.run_path(argv[0], run_name="__main__")
+            except SystemExit as error:  # any other error is one that the user would see as a traceback
+                code = error.code if isinstance(error.code, int) else int(error.code is not None)
+                if isinstance(error.code, str):
+                    print(error.code, file=err)
+        out, err = out.getvalue(), err.getvalue()
+    new = folders(cwd) - before
+    assert len(new) <= 1
+    return Run(code, out, err, new.pop() if new else None)
+
+
+def train(script, flags, cwd, apart=False):
+    done = run(script, flags, cwd, apart)
+    assert done.code == 0, done.err
+    return done
+
+
+def refusal(script, flags, cwd, apart=False):
+    """The one line with which a script refuses to go on."""
+    done = run(script, flags, cwd, apart)
+    lines = [line for line in done.err.splitlines() if line.strip()]
+    assert done.code != 0 and len(lines) == 1 and "Traceback" not in done.err, done
+    return lines[0]
+
+
+def scalars(folder):
+    """{name: [(global step, value), ...]} of a run's folder."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def repeatable(rows):
+    """Those that do not depend on the clock, as text, in which a NaN equals a NaN."""
+    return {name: str(points) for name, points in rows.items() if not name.startswith("time/") and name != "charts/SPS"}
+
+
+def model(folder):
+    (path,) = folder.glob("*.cleanrl_model")
+    return torch.load(path, weights_only=True)
+
+
+def assert_same(a, b, path="the model"):
+    """Equal to the bit, through any nesting."""
+    assert type(a) is type(b), path
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}[{key!r}]")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{path}[{i}]")
+    else:
+        assert a == b, path
+
+
+def assert_same_end(a, b):
+    """Two saved agents are the same in weights, optimizer, counters and random streams."""
+    ignored = ("args", "run_name", "wandb_id")
+    assert_same({k: v for k, v in a.items() if k not in ignored}, {k: v for k, v in b.items() if k not in ignored})
+
+
+def toy(script, **kwargs):
+    return f"--env-id {script.toy} --env-kwargs '{json.dumps(kwargs)}'"
+
+
+# ---- running the stages of a script
+
+
+class Stage(NamedTuple):
+    stages: Any
+    args: Any
+    envs: Any
+    agent: Any
+
+    def rollout(self, next_obs=None, rng=None):
+        if next_obs is None:
+            next_obs, _ = self.envs.reset(seed=1)
+        return self.stages.rollout(self.agent, self.envs, next_obs, self.args.num_steps, rng or np.random.default_rng(1))
+
+    def round(self):
+        """A flat round, as the loop makes it."""
+        batch, _, _ = self.rollout()
+        batch = self.stages.gae(batch, self.args.gamma, self.args.gae_lambda)
+        return {name: x.flatten(0, 1) for name, x in batch.items()}
+
+
+def stage(script, flags="", seed=1):
+    """A script's functions, with arguments, environments and an agent to call them with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", command(script, flags))
+        args, _ = script.stages.parse_args()
+    torch.manual_seed(seed)
+    envs = script.stages.make_envs(args, "test")
+    return Stage(script.stages, args, envs, script.stages.Agent(envs))
+
+
+def generator(seed=1):
+    return torch.Generator().manual_seed(seed)
+
+
+def weights(agent):
+    return {name: p.detach().clone() for name, p in agent.named_parameters()}
+
+
+# ---- training, logging, seeds
+
+ARMS = ("influence", "random", "none")
+CHARTS = {"episodic_return", "episodic_length", "learning_rate", "SPS", "round", "optimizer_steps", "skipped_updates"}
+LOSSES = {"value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "explained_variance"}
+INFLUENCE = {"negative_fraction", "dropped_fraction", "records_kept", "filtered_round", "nonfinite", "advantage_correlation"}
+INFLUENCE |= {"score_mean", "score_std", "score_min", "score_max"}
+TIME = {"rollout", "scoring", "update"}
+
+
+@pytest.fixture(scope="module")
+def arms(script, tmp_path_factory):
+    """One run of each arm with one seed."""
+    cwd = tmp_path_factory.mktemp("arms")
+    return {arm: train(script, f"--filter {arm} --save-model", cwd, apart=True) for arm in ARMS}
+
+
+def rounds_of(rows):
+    return len(rows["charts/round"])
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_training_logs_every_name(script, arms, arm):
+    rows = scalars(arms[arm].folder)
+    influence = {f"influence/{name}" for name in INFLUENCE} if arm != "none" else set()
+    expected = {f"charts/{name}" for name in CHARTS} | {f"losses/{name}" for name in LOSSES} | {f"time/{name}" for name in TIME}
+    assert set(rows) == expected | influence
+    assert len(rows["charts/episodic_return"]) > 3
+    assert np.isfinite([value for points in rows.values() for _, value in points]).all()
+    rounds = rounds_of(rows)
+    assert rounds > 2
+    for name in set(rows) - {"charts/episodic_return", "charts/episodic_length"}:
+        assert [step for step, _ in rows[name]] == [script.batch * (k + 1) for k in range(rounds)], name
+    assert [value for _, value in rows["charts/round"]] == list(range(rounds))
+    steps = [value for _, value in rows["charts/optimizer_steps"]]
+    assert steps[0] > 0 and steps == sorted(set(steps))
+
+    histograms = EventAccumulator(str(arms[arm].folder)).Reload().Tags()["histograms"]
+    assert histograms == (["influence/scores"] if arm != "none" else [])
+    returns = re.findall(r"^global_step=(\d+), episodic_return=(\S+)$", arms[arm].out, re.MULTILINE)
+    assert [(int(step), float(value)) for step, value in returns] == rows["charts/episodic_return"]
+    assert len(re.findall(r"^SPS: \d+$", arms[arm].out, re.MULTILINE)) == rounds
+
+
+def test_what_the_arms_drop(script, arms):
+    rows = {arm: scalars(arms[arm].folder) for arm in ("influence", "random")}
+    for arm in rows:
+        kept = [value for _, value in rows[arm]["influence/records_kept"]]
+        negative = [value for _, value in rows[arm]["influence/negative_fraction"]]
+        filtered = [value for _, value in rows[arm]["influence/filtered_round"]]
+        percent = stage(script).args.filter_percent
+        for k, n, f in zip(kept, negative, filtered):
+            assert k == script.batch - f * int(percent / 100 * round(n * script.batch))
+        assert min(kept) < script.batch
+        dropped = [value for _, value in rows[arm]["influence/dropped_fraction"]]
+        np.testing.assert_allclose(dropped, 1 - np.array(kept) / script.batch, atol=1e-6)
+
+
+def test_first_round_is_the_same_in_every_arm(script, arms):
+    first = {
+        arm: {name: [p for p in points if p[0] <= script.batch] for name, points in scalars(arms[arm].folder).items()}
+        for arm in ARMS
+    }
+    names = ("charts/episodic_return", "charts/episodic_length")
+    assert first["influence"]["charts/episodic_return"]
+    for arm in ("random", "none"):
+        assert all(first[arm][name] == first["influence"][name] for name in names)
+    # the scores tell apart rounds that differ in anything
+    assert all(first["random"][f"influence/{name}"] == first["influence"][f"influence/{name}"] for name in INFLUENCE)
+    assert repeatable(first["random"]) != repeatable(first["influence"]) != repeatable(first["none"])
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_same_seed_same_run(script, arms, arm, tmp_path):
+    again = train(script, f"--filter {arm} --save-model", tmp_path)
+    assert repeatable(scalars(again.folder)) == repeatable(scalars(arms[arm].folder))
+    assert_same_end(model(again.folder), model(arms[arm].folder))
+
+
+def test_another_seed_another_run(script, arms, tmp_path):
+    other = train(script, "--filter none --save-model --seed 2", tmp_path)
+    assert scalars(other.folder)["charts/episodic_return"] != scalars(arms["none"].folder)["charts/episodic_return"]
+
+
+def test_evaluation_does_not_change_training(script, arms, tmp_path):
+    evaluated = train(script, "--save-model --eval-episodes 2", tmp_path)
+    rows = scalars(evaluated.folder)
+    assert_same_end(model(evaluated.folder), model(arms["influence"].folder))
+    steps = [script.batch * k for k in range(rounds_of(rows) + 1)]  # theta(k) of every round, and the last
+    for name in ("eval/episodic_return", "eval/episodic_return_std"):
+        assert [step for step, _ in rows.pop(name)] == steps
+    assert repeatable(rows) == repeatable(scalars(arms["influence"].folder))
+
+
+@pytest.mark.parametrize("arm", ["influence", "random"])
+def test_scoring_disturbs_nothing(script, arms, arm, tmp_path):
+    """Where it drops nothing, an arm trains as plain PPO does."""
+    nothing_dropped = train(script, f"--filter {arm} --filter-percent 0 --save-model", tmp_path)
+    assert_same(model(nothing_dropped.folder)["agent"], model(arms["none"].folder)["agent"])
+
+
+def test_runs_of_one_second_get_folders_of_their_own(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = stage(script).args
+    with ThreadPoolExecutor(4) as pool:
+        names = list(pool.map(script.stages.new_run_name, [args] * 8))
+    assert len(set(names)) == 8
+    assert all(name.split("__")[:3] == [script.env, script.name[:-3], "1"] for name in names)
+    assert {path.name for path in Path("runs").iterdir()} == set(names)
+    for _ in range(2):  # run() finds one new folder each time
+        assert train(script, f"--total-timesteps {script.batch}", tmp_path).folder
+
+
+def test_a_copied_script_runs(script, tmp_path):
+    for name in (script.name, "iif_core.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    flags = command(script, f"--total-timesteps {script.batch}")[1:]
+    variables = {k: v for k, v in environment().items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, script.name, *flags], cwd=tmp_path, env=variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "charts/episodic_return" in scalars(folders(tmp_path).pop())
+
+
+def test_unusual_environments(script, tmp_path):
+    for flags in script.also_runs:
+        done = train(script, f"{flags} --total-timesteps {script.batch} --eval-episodes 2", tmp_path)
+        rows = scalars(done.folder)
+        assert rows["charts/episodic_return"] and len(rows["eval/episodic_return"]) == 2, flags
+
+
+@pytest.mark.parametrize("num_envs, num_steps, num_minibatches", [(3, 32, 8), (1, 1, 1), (1, 16, 16), (4, 1, 4)])
+def test_unusual_rounds(script, num_envs, num_steps, num_minibatches, tmp_path):
+    """Several environments, rounds of one record, minibatches of one record."""
+    flags = f"--num-envs {num_envs} --num-steps {num_steps} --num-minibatches {num_minibatches} --save-model"
+    done = train(script, f"{flags} --total-timesteps {3 * num_envs * num_steps} --filter-when always", tmp_path)
+    assert all(p.isfinite().all() for p in model(done.folder)["agent"].values())
+    assert rounds_of(scalars(done.folder)) == 3
+
+
+def test_wandb(script, tmp_path):
+    variables = environment(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_DIR=str(tmp_path))
+    variables |= {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT")}
+    flags = command(script, f"--track --total-timesteps {2 * script.batch} --seed 3")
+    done = subprocess.run([sys.executable, *flags], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    rows = [row for row in offline_wandb.history(file) if "influence/scores/values" in row]
+    assert [row["global_step"] for row in rows] == [script.batch, 2 * script.batch]
+    points = dict(scalars(folders(tmp_path).pop())["charts/episodic_return"])
+    for row in rows:
+        assert row["charts/episodic_return"] == points[row["global_step"]]
+        assert sum(row["influence/scores/values"]) == script.batch
+        assert np.isfinite(row["influence/score_mean"]) and np.isfinite(row["losses/policy_loss"])
+    config = offline_wandb.config(file)
+    assert (config["env_id"], config["exp_name"], config["seed"]) == (script.env, script.name[:-3], 3)
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("flags", ["--optimizer sgd --filter influence", "--optimizer adam --filter random --eval-episodes 1"])
+def test_a_killed_run_ends_as_one_that_was_not(script, flags, tmp_path):
+    flags += f" --save-every 2 --save-model --total-timesteps {40 * script.batch}"
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "whole").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, *command(script, flags)], cwd=tmp_path / "killed", env=environment(), stdout=subprocess.DEVNULL
+    )
+    while not list(tmp_path.glob("killed/runs/**/checkpoint.pt")):
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    (checkpoint,) = tmp_path.glob("killed/runs/**/checkpoint.pt")
+    reached = torch.load(checkpoint, weights_only=True)["iteration"]
+    assert 2 <= reached < 40
+
+    resumed = train(script, f"{flags} --resume {checkpoint}", tmp_path / "killed")
+    assert resumed.folder is None  # it goes on in the folder of the run
+    whole = train(script, flags, tmp_path / "whole")
+    assert_same_end(model(checkpoint.parent), model(whole.folder))
+    rows, expected = scalars(checkpoint.parent), scalars(whole.folder)
+    assert repeatable(rows) == repeatable(expected)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(script, tmp_path_factory):
+    """Of the last of four rounds."""
+    return train(script, "--save-every 2", tmp_path_factory.mktemp("checkpoint")).folder / "checkpoint.pt"
+
+
+def test_resume_with_more_timesteps(script, checkpoint, tmp_path):
+    """A run may be extended, and ends where one of that length would have. Its arguments come from the checkpoint."""
+    path = tmp_path / "runs" / "extended.pt"
+    path.parent.mkdir()
+    shutil.copy(checkpoint, path)
+    extend = f"--total-timesteps {6 * script.batch} --save-model"
+    with pytest.MonkeyPatch.context() as patch:  # with nothing else on the command line
+        patch.setattr(sys.modules[__name__], "command", lambda script, flags: [str(ROOT / script.name), *shlex.split(flags)])
+        extended = train(script, f"--resume {path} {extend}", tmp_path)
+    assert rounds_of(scalars(extended.folder)) == 2
+    straight = train(script, f"--save-every 2 {extend}", tmp_path)
+    assert_same_end(model(extended.folder), model(straight.folder))
+
+
+def damage(path, how):
+    if how == "missing":
+        path.unlink()
+    elif how == "half-written":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "text":
+        path.write_text("not a checkpoint")
+    else:
+        state = torch.load(path, weights_only=True)
+        if how == "only weights":
+            state = state["agent"]
+        elif how == "unknown arguments":
+            state["args"]["of_another_script"] = 1
+        elif how == "another script":
+            state["args"]["exp_name"] = "another_script"
+            state["agent"] = {f"another.{name}": x for name, x in state["agent"].items()}
+        torch.save(state, path)
+
+
+@pytest.mark.parametrize(
+    "how", ["missing", "half-written", "empty", "text", "only weights", "unknown arguments", "another script"]
+)
+def test_bad_checkpoints_are_refused(script, checkpoint, how, tmp_path):
+    path = tmp_path / "bad.pt"
+    shutil.copy(checkpoint, path)
+    damage(path, how)
+    assert "bad.pt" in refusal(script, f"--resume {path} --total-timesteps {6 * script.batch}", tmp_path)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_checkpoints_of_other_scripts_are_refused(script, checkpoint, tmp_path):
+    for other in SCRIPTS:
+        if other.name != script.name:
+            refusal(other, f"--resume {checkpoint} --total-timesteps {100 * script.batch}", tmp_path)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, text",
+    [
+        ("--seed 7", "--seed"),
+        ("--filter none", "--filter"),
+        ("--learning-rate 0.125", "--learning-rate"),
+        ("--optimizer adam", "--optimizer"),
+        ("--num-envs 2", "--num-envs"),
+        ("--save-every 1", "--save-every"),
+        ("--total-timesteps 512", "--total-timesteps"),  # nothing left to do
+        ("--total-timesteps 0", "--total-timesteps"),
+    ],
+)
+def test_what_resume_cannot_change(script, checkpoint, flags, text, tmp_path):
+    flags = flags.replace("512", str(4 * script.batch))
+    more = f"--total-timesteps {6 * script.batch}"
+    assert text in refusal(script, f"--save-every 2 --resume {checkpoint} {more} {flags}", tmp_path)
+    assert not (tmp_path / "runs").exists()
+
+
+# ---- arguments that cannot work
+
+REFUSED = [
+    ("--num-minibatches 7", "--num-minibatches 7"),
+    ("--num-minibatches 4096", "--num-minibatches 4096"),
+    ("--num-minibatches 0", "--num-minibatches"),
+    ("--total-timesteps 15", "--total-timesteps 15"),
+    ("--total-timesteps -1", "--total-timesteps -1"),
+    ("--num-steps 0", "--num-steps"),
+    ("--num-envs 0", "--num-envs"),
+    ("--update-epochs 0", "--update-epochs"),
+    ("--torch-threads 0", "--torch-threads"),
+    ("--seed -1", "--seed"),
+    (f"--seed {10**30}", "--seed"),
+    ("--save-every -1", "--save-every"),
+    ("--eval-episodes -1", "--eval-episodes"),
+    ("--learning-rate 0", "--learning-rate"),
+    ("--learning-rate -0.1", "--learning-rate"),
+    ("--learning-rate nan", "--learning-rate"),
+    ("--learning-rate inf", "--learning-rate"),
+    ("--gamma 1.5", "--gamma"),
+    ("--gamma nan", "--gamma"),
+    ("--gae-lambda -0.5", "--gae-lambda"),
+    ("--clip-coef nan", "--clip-coef"),
+    ("--max-grad-norm -1", "--max-grad-norm"),
+    ("--max-grad-norm nan", "--max-grad-norm"),
+    ("--vf-coef nan", "--vf-coef"),
+    ("--ent-coef inf", "--ent-coef"),
+    ("--target-kl nan", "--target-kl"),
+    ("--filter-percent 101", "--filter-percent"),
+    ("--filter-percent -1", "--filter-percent"),
+    ("--filter-percent nan", "--filter-percent"),
+    ("--filter influenze", "--filter influenze"),
+    ("--filter ''", "--filter"),
+    ("--filter nowhere:rule", "--filter nowhere:rule"),
+    ("--filter toy_filters", "--filter toy_filters"),
+    ("--filter toy_filters:missing", "--filter toy_filters:missing"),
+    ("--filter toy_filters:number", "--filter toy_filters:number"),
+    ("--filter .toy_filters:nothing", "--filter .toy_filters:nothing"),
+    ("--env-kwargs {oops", "--env-kwargs"),
+    ("--env-kwargs '[1]'", "--env-kwargs"),
+    ("""--env-kwargs '{"no_such_argument": 1}'""", "no_such_argument"),
+    ("--env-id NoSuch-v0", "NoSuch-v0"),
+    ("--env-id nowhere:NoSuch-v0", "nowhere:NoSuch-v0"),
+    ("--env-id 'not an id'", "not an id"),
+    ("--env-id toy_envs:MultiDiscrete-v0", "MultiDiscrete"),
+]
+
+
+@pytest.mark.parametrize(
+    "script, flags, text", [(s, *row) for s in SCRIPTS for row in (*REFUSED, *s.refused)], ids=lambda x: str(x)[:40]
+)
+def test_arguments_that_cannot_work(script, flags, text, tmp_path):
+    assert text in refusal(script, flags, tmp_path)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_refusal_as_the_user_sees_it(script, tmp_path):
+    assert "--num-minibatches 7" in refusal(script, "--num-minibatches 7", tmp_path, apart=True)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("what", ["bad_reward", "bad_obs"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity"])
+def test_numbers_that_are_not_finite(script, arm, what, value, tmp_path):
+    """The run ends in that round, with what was logged before on disk."""
+    step = script.batch + 41  # of the second round
+    env = f"""--env-id {script.toy} --env-kwargs '{{"lengths": [1], "rewards": [1, 2], "{what}": [{step}, {value}]}}'"""
+    done = run(script, f"{env} --filter {arm}", tmp_path)
+    lines = [line for line in done.err.splitlines() if line.strip()]
+    assert done.code != 0 and len(lines) == 1, done
+    record = 40 if what == "bad_reward" else 41
+    assert re.search(r"\bround 1\b", lines[0]) and "not finite" in lines[0]
+    assert re.search(rf"\b1 of {script.batch}\b", lines[0]) and re.search(rf"\brecord {record}\b", lines[0]), lines
+    rows = scalars(done.folder)
+    assert rows["charts/round"] == [(script.batch, 0)] and len(rows["charts/episodic_return"]) == script.batch
+
+
+# ---- rollout, advantages
+
+
+def test_rows_are_the_real_steps_in_order(script):
+    s = stage(script, toy(script, lengths=[1, 3, 2], ends=["terminated", "truncated"], rewards=None) + " --num-steps 7 --num-minibatches 1")
+    assert s.envs.metadata["autoreset_mode"] == gym.vector.AutoresetMode.SAME_STEP
+    first, episodes, next_obs = s.rollout()
+    assert script.mark(first["obs"]).flatten().tolist() == [0, 10, 11, 12, 20, 21, 30]
+    assert first["rewards"].flatten().tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert first["dones"].flatten().tolist() == [True, False, False, True, False, True, True]
+    assert first["terminations"].flatten().tolist() == [True, False, False, False, False, True, False]
+    assert episodes == [(0, 0, 1.0, 1), (3, 0, 9.0, 3), (5, 0, 11.0, 2), (6, 0, 7.0, 1)]
+    second, episodes, _ = s.rollout(next_obs)
+    assert script.mark(second["obs"]).flatten().tolist() == [40, 41, 42, 50, 51, 60, 70]
+    assert second["rewards"].flatten().tolist() == [8, 9, 10, 11, 12, 13, 14]
+    assert episodes == [(2, 0, 27.0, 3), (4, 0, 23.0, 2), (5, 0, 13.0, 1)]
+    assert script.mark(first["obs"]).flatten().tolist() == [0, 10, 11, 12, 20, 21, 30]  # its memory is its own
+
+
+def test_rows_of_several_environments(script):
+    s = stage(script, toy(script, lengths=[2], rewards=None) + " --num-envs 3 --num-steps 4 --num-minibatches 1")
+    batch, episodes, _ = s.rollout()
+    assert script.mark(batch["obs"]).tolist() == [[0] * 3, [1] * 3, [10] * 3, [11] * 3]
+    assert batch["rewards"].tolist() == [[1] * 3, [2] * 3, [3] * 3, [4] * 3]
+    assert episodes == [(1, i, 3.0, 2) for i in range(3)] + [(3, i, 7.0, 2) for i in range(3)]
+
+
+def test_logprobs_and_values_are_those_of_the_policy(script):
+    s = stage(script, "--num-envs 2 --num-steps 32")
+    batch = s.round()
+    with torch.no_grad():
+        logprobs = script.policy(s.agent, batch["obs"]).log_prob(batch["actions"])
+        values = s.agent.get_value(batch["obs"]).flatten()
+    torch.testing.assert_close(batch["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(batch["values"], values, atol=1e-5, rtol=1e-5)
+
+
+def test_a_time_limit_of_three(script, tmp_path):
+    done = train(script, toy(script, lengths=[10**6], max_episode_steps=3) + f" --total-timesteps {script.batch}", tmp_path)
+    lengths = [value for _, value in scalars(done.folder)["charts/episodic_length"]]
+    assert lengths == [3] * (script.batch // 3)
+
+
+def test_advantages_by_hand(script):
+    """gamma = lambda = 1/2 and V(s) = mark: step by step, with d = r + V(s')/2 - V(s) and A = d + A'/4,
+
+    mark  reward  then                    d                    A
+       0       1  1                       1 + .5 - 0           1.5 + 1/4 = 1.75
+       1       2  terminated              2 - 1                1
+      10       3  11                      3 + 5.5 - 10         -1.5 - 1/4 = -1.75
+      11       4  truncated at 12         4 + 6 - 11           -1
+      20       5  21, the round is over   5 + 10.5 - 20        -4.5
+    """
+    env = toy(script, lengths=[2], ends=["terminated", "truncated"], rewards=None)
+    s = stage(script, env + " --num-envs 2 --num-steps 5 --num-minibatches 1 --gamma 0.5 --gae-lambda 0.5")
+    script.critic_is_mark(s.agent)
+    batch = s.round()
+    assert batch["values"].view(5, 2).T.tolist() == [[0, 1, 10, 11, 20]] * 2
+    assert batch["advantages"].view(5, 2).T.tolist() == [[1.75, 1, -1.75, -1, -4.5]] * 2
+    assert batch["returns"].view(5, 2).T.tolist() == [[1.75, 2, 8.25, 10, 15.5]] * 2
+
+
+def test_a_time_limit_bootstraps(script):
+    """gamma = 1, lambda = 0: A = r + V(s') - V(s), and the mark rises by one a step, at the limit as well."""
+    env = toy(script, lengths=[10**6], max_episode_steps=3)
+    s = stage(script, env + " --num-steps 8 --num-minibatches 1 --gamma 1 --gae-lambda 0")
+    script.critic_is_mark(s.agent)
+    assert s.round()["advantages"].tolist() == [2] * 8
+
+
+def test_sampling_follows_the_policy(script):
+    """The policy that acts, of numpy, against the one that is trained, of torch."""
+    s = stage(script)
+    with torch.no_grad():
+        for p in s.agent.parameters():  # far from the uniform policy of the start
+            p.add_(0.3 * torch.randn(p.shape, generator=generator()))
+    shape = s.envs.single_observation_space.shape
+    obs = np.random.default_rng(0).normal(size=(64, *shape)).astype(np.float32)
+
+    class NoNoise:
+        def __getattr__(self, name):
+            return lambda *args, size=None, **kwargs: np.zeros(size)
+
+    with torch.no_grad():
+        policy = script.policy(s.agent, torch.from_numpy(obs))
+    likeliest = s.agent.numpy_policy(NoNoise())(obs)
+    assert len(np.unique(likeliest, axis=0)) > 1
+    np.testing.assert_allclose(likeliest, policy.mode, atol=1e-5)
+
+    n = 20_000
+    for i in range(3):
+        actions = torch.from_numpy(s.agent.numpy_policy(np.random.default_rng(i))(np.repeat(obs[i : i + 1], n, axis=0)))
+        if isinstance(policy, Categorical):
+            p = policy.probs[i].double()
+            counts = torch.bincount(actions, minlength=len(p))
+            assert ((counts - n * p).square() / (n * p)).sum() < 20 * len(p)
+        else:
+            error = (actions.mean(0) - policy.mean[i]) / policy.stddev[i]
+            assert error.abs().max() < 5 / n**0.5
+            assert (actions.std(0) / policy.stddev[i] - 1).abs().max() < 5 / n**0.5
+
+
+# ---- scores, selection
+
+
+@pytest.mark.parametrize("flags", ["", "--no-norm-adv", "--num-envs 2 --num-minibatches 4"])
+def test_scores_equal_a_loop_over_the_records(script, flags):
+    """In double precision: minus the product of the gradients of a record's loss and of the target, one record at a time.
+
+    The loss takes its advantage normalised among the minibatch_size records that a permutation by the generator puts it with.
+    """
+    s = stage(script, f"--num-steps 32 {flags}")
+    batch = {name: x.double() if x.is_floating_point() else x for name, x in s.round().items()}
+    s.agent.double()
+    scores = s.stages.score(s.agent, batch, s.args, generator(5))
+
+    advantages, n = batch["advantages"], s.args.batch_size
+    normalized = advantages.clone()
+    if s.args.norm_adv:
+        for inds in torch.randperm(n, generator=generator(5)).split(s.args.minibatch_size):
+            normalized[inds] = (advantages[inds] - advantages[inds].mean()) / (advantages[inds].std() + 1e-8)
+
+    def gradient(loss):
+        grads = torch.autograd.grad(loss, list(s.agent.parameters()), allow_unused=True)
+        return torch.cat([torch.zeros(p.numel()) if g is None else g.flatten() for p, g in zip(s.agent.parameters(), grads)])
+
+    def logprobs():
+        return script.policy(s.agent, batch["obs"]).log_prob(batch["actions"])
+
+    direction = gradient((advantages * logprobs()).mean())
+    expected = torch.stack([-gradient(-normalized[i] * logprobs()[i]) @ direction for i in range(n)])
+    assert (expected < 0).any() and (expected > 0).any()
+    torch.testing.assert_close(scores.double(), expected, atol=1e-8 * expected.abs().max().item(), rtol=1e-6)
+
+
+def test_random_drops_as_many_as_influence(script):
+    s = stage(script, "--filter random --filter-percent 40")
+    batch = {**s.round(), "scores": torch.randn(s.args.batch_size, generator=generator())}
+    torch.manual_seed(3)
+    np.random.seed(3)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    first, second = (s.stages.select(batch, s.args, generator(seed)) for seed in (1, 2))
+    again = s.stages.select(batch, s.args, generator(1))
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == np.random.get_state()[1].tolist()
+    influence = s.stages.select(batch, dataclasses.replace(s.args, filter="influence"), generator(1))
+
+    dropped = int(0.4 * (batch["scores"] < 0).sum())
+    assert dropped > 10
+    assert len(influence) == len(first) == len(second) == s.args.batch_size - dropped
+    assert set(influence.tolist()) == set(batch["scores"].argsort()[dropped:].tolist())
+    chosen = [set(x.tolist()) for x in (first, second, again, influence)]
+    assert all(len(x) == len(first) and x <= set(range(s.args.batch_size)) for x in chosen)
+    assert chosen[0] == chosen[2] and chosen[0] != chosen[1] and chosen[3] not in chosen[:2]
+
+    everything = dataclasses.replace(s.args, filter="influence", filter_of="all", filter_percent=75)
+    assert len(s.stages.select(batch, everything, generator())) == s.args.batch_size // 4
+
+
+def test_a_filter_of_ones_own(script, tmp_path):
+    toy_filters.seen.clear()
+    done = train(script, "--filter toy_filters:first_half", tmp_path)
+    rows = scalars(done.folder)
+    assert [value for _, value in rows["influence/records_kept"]] == [script.batch // 2] * rounds_of(rows)
+    assert len(toy_filters.seen) == rounds_of(rows)
+    for name in ("obs", "actions", "rewards", "advantages", "returns", "values", "logprobs", "scores"):
+        assert all(len(batch[name]) == script.batch for batch in toy_filters.seen), name
+    rows = scalars(train(script, "--filter toy_filters:weights", tmp_path).folder)
+    assert all(np.isfinite(value) for _, value in rows["losses/policy_loss"])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    "one_weight_too_few negative_weight nan_weight zero_weights mask bytes_mask out_of_range negative_index two_dimensional".split(),
+)
+def test_wrong_filters(script, rule):
+    s = stage(script, f"--filter toy_filters:{rule}")
+    batch = {**s.round(), "scores": torch.randn(s.args.batch_size, generator=generator())}
+    with pytest.raises((ValueError, SystemExit), match=f"--filter toy_filters:{rule} must return"):
+        s.stages.select(batch, s.args, generator())
+
+
+@pytest.mark.parametrize("rule", ["nothing", "empty_list"])
+def test_nothing_left(script, rule, tmp_path):
+    done = train(script, f"--filter toy_filters:{rule} --save-model", tmp_path)
+    rows = scalars(done.folder)
+    assert [value for _, value in rows["charts/skipped_updates"]] == [k + 1 for k in range(rounds_of(rows))]
+    assert [value for _, value in rows["charts/optimizer_steps"]] == [0] * rounds_of(rows)
+    assert [value for _, value in rows["influence/dropped_fraction"]] == [1] * rounds_of(rows)
+    assert not [name for name in rows if name.startswith("losses/")]
+    assert_same(model(done.folder)["agent"], stage(script).agent.state_dict())
+
+
+def test_training_goes_on_after_a_skipped_update(script, tmp_path):
+    done = train(script, "--filter toy_filters:every_other_round --save-model", tmp_path)
+    rows = scalars(done.folder)
+    steps = [value for _, value in rows["charts/optimizer_steps"]]
+    assert [value for _, value in rows["charts/skipped_updates"]] == [0, 1, 1, 2]
+    assert 0 < steps[0] == steps[1] < steps[2] == steps[3]
+    assert all(p.isfinite().all() for p in model(done.folder)["agent"].values())
+
+
+@pytest.mark.parametrize(
+    "env, when, filtered",
+    [
+        (dict(lengths=[4]), "signal", False),
+        (dict(lengths=[4]), "always", True),
+        (dict(lengths=[10**6]), "signal", False),  # no episode ends
+        (dict(lengths=[3, 5]), "signal", True),  # equal rewards, but returns that differ
+        (dict(lengths=[4], rewards=[1, 2, 3, 4]), "signal", True),  # equal returns, but rewards that differ
+    ],
+)
+def test_which_rounds_are_filtered(script, env, when, filtered, tmp_path):
+    flags = f"{toy(script, **env)} --filter-when {when} --filter-percent 100 --total-timesteps {2 * script.batch}"
+    rows = scalars(train(script, flags, tmp_path).folder)
+    assert [value for _, value in rows["influence/filtered_round"]] == [filtered] * 2
+    kept, negative = rows["influence/records_kept"], rows["influence/negative_fraction"]
+    for (_, k), (_, n) in zip(kept, negative):
+        assert n > 0
+        assert k == (script.batch - round(n * script.batch) if filtered else script.batch)
+
+
+# ---- minibatches, update
+
+
+def test_minibatches(script):
+    s = stage(script)
+    size, n = s.args.minibatch_size, s.args.batch_size
+
+    def cut(kept, **changes):
+        args = dataclasses.replace(s.args, **changes)
+        first, second = (s.stages.minibatches(kept, args, rng) for rng in [generator()] * 2)
+        assert sum(map(len, first)) < 8 or torch.cat(first).tolist() != torch.cat(second).tolist()  # reshuffled
+        inds = torch.cat(first).tolist() if first else []
+        assert len(set(inds)) == len(inds) and set(inds) <= set(kept.tolist())
+        return [len(mb) for mb in first]
+
+    kept = torch.randperm(n, generator=generator())
+    assert s.args.num_minibatches >= 16
+    assert cut(kept) == [size] * s.args.num_minibatches
+    assert cut(kept[: 5 * size + size // 2]) == [size] * 5  # what is left over sits this epoch out
+    assert cut(kept[: size - 1]) == [size - 1]  # unless it is all there is
+    assert cut(kept[:1]) == [1]
+    assert cut(kept[:0]) == []
+    # with few minibatches, nearly equal parts and nobody sits out
+    assert cut(kept, num_minibatches=4) == [n // 4] * 4
+    assert sorted(cut(kept[:103], num_minibatches=4)) == [25, 26, 26, 26]
+    assert cut(kept[:3], num_minibatches=4) == [1, 1, 1]
+    assert cut(kept[:0], num_minibatches=4) == []
+    assert cut(kept, num_minibatches=1) == [n]
+
+
+@pytest.mark.parametrize("num_minibatches", [None, 4])
+def test_minibatches_by_weight(script, num_minibatches):
+    s = stage(script)
+    n = s.args.batch_size
+    args = dataclasses.replace(s.args, num_minibatches=num_minibatches or s.args.num_minibatches)
+    weight, rng = torch.arange(n) % 4 * 1.0, generator()
+    epochs = [s.stages.minibatches(weight, args, rng) for _ in range(200)]
+    assert all([len(mb) for mb in epoch] == [args.minibatch_size] * args.num_minibatches for epoch in epochs)
+    counts = torch.bincount(torch.cat([mb for epoch in epochs for mb in epoch]), minlength=n).double()
+    assert (counts[weight == 0] == 0).all()
+    expected = 200 * n * weight / weight.sum()
+    assert ((counts - expected).abs() <= 5 * expected.sqrt()).all()
+
+
+SETTINGS = [
+    "",
+    "--no-norm-adv",
+    "--clip-vloss",
+    "--ent-coef 0.03 --vf-coef 0.25",
+    "--max-grad-norm 0.01",
+    "--max-grad-norm 1e6",
+    "--num-minibatches 2 --update-epochs 3",
+]
+
+
+@pytest.mark.parametrize("flags", SETTINGS)
+def test_update_is_textbook_ppo(script, flags):
+    """Every step, parameter by parameter, on half of the records, whose ratios and values have moved away from the rollout's."""
+    one_step = "--num-minibatches 1 --update-epochs 1"
+    s = stage(script, f"--optimizer sgd --learning-rate 0.5 --num-steps 32 {one_step} {flags}")
+    batch = s.round()
+    noise = torch.randn(3, s.args.batch_size, generator=generator())
+    batch["logprobs"] = batch["logprobs"] + 0.3 * noise[0]
+    batch["values"] = batch["values"] + noise[1]
+    batch["advantages"] = 2 * noise[2] + 1
+    kept = torch.arange(0, s.args.batch_size, 2)
+    sgd = torch.optim.SGD(s.agent.parameters(), lr=0.5)
+
+    start = {name: x.clone() for name, x in s.agent.state_dict().items()}
+    losses, steps = s.stages.update(s.agent, sgd, batch, kept, s.args, generator(7))
+    result = weights(s.agent)
+    assert steps == s.args.num_minibatches * s.args.update_epochs
+
+    s.agent.load_state_dict(start)
+    shuffle, params = generator(7), dict(s.agent.named_parameters())
+    for _ in range(s.args.update_epochs):
+        for inds in s.stages.minibatches(kept, s.args, shuffle):
+            b = {name: x[inds] for name, x in batch.items()}
+            policy, new_values = script.policy(s.agent, b["obs"]), s.agent.get_value(b["obs"]).flatten()
+            advantages = b["advantages"]
+            if s.args.norm_adv:
+                advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+            ratio = (policy.log_prob(b["actions"]) - b["logprobs"]).exp()
+            assert ((ratio - 1).abs() > 0.2).any()
+            clipped = ratio.clamp(0.8, 1.2)
+            policy_loss = -torch.minimum(ratio * advantages, clipped * advantages).mean()
+            errors = (new_values - b["returns"]) ** 2
+            if s.args.clip_vloss:
+                near = b["values"] + (new_values - b["values"]).clamp(-0.2, 0.2)
+                errors = torch.maximum(errors, (near - b["returns"]) ** 2)
+            entropy = policy.entropy().mean()
+            loss = policy_loss + s.args.vf_coef * errors.mean() - s.args.ent_coef * entropy
+            grads = torch.autograd.grad(loss, list(params.values()))
+            norm = torch.cat([g.flatten() for g in grads]).norm()
+            if s.args.max_grad_norm:
+                grads = [g * min(1, s.args.max_grad_norm / norm.item()) for g in grads]
+                assert (norm > s.args.max_grad_norm) == (s.args.max_grad_norm < 1)
+            with torch.no_grad():
+                for p, g in zip(params.values(), grads):
+                    p -= 0.5 * g
+    for name, p in params.items():
+        assert not torch.equal(p, start[name]), name
+        torch.testing.assert_close(result[name], p.detach(), atol=2e-6, rtol=2e-5, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(losses["policy_loss"], policy_loss.item(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(losses["value_loss"], errors.mean().item(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(losses["entropy"], entropy.item(), atol=1e-5, rtol=1e-4)
+
+
+def test_update_does_not_look_at_dropped_records(script):
+    s = stage(script)
+    batch, kept = s.round(), torch.arange(0, s.args.batch_size, 3)
+    start, results = s.agent.state_dict(), []
+    start = {name: x.clone() for name, x in start.items()}
+    dropped = torch.ones(s.args.batch_size, dtype=torch.bool)
+    dropped[kept] = False
+    for garbage in (False, True):
+        if garbage:
+            batch = {name: x.clone() for name, x in batch.items()}
+            for x in batch.values():
+                x[dropped] = float("nan") if x.is_floating_point() else 1
+        s.agent.load_state_dict(start)
+        s.stages.update(s.agent, torch.optim.SGD(s.agent.parameters(), lr=0.1), batch, kept, s.args, generator(7))
+        results.append(weights(s.agent))
+    assert_same(*results)
+    assert all(p.isfinite().all() for p in results[0].values())
+
+
+def test_a_minibatch_of_one_is_not_normalised(script):
+    s = stage(script, "--num-steps 16 --num-minibatches 16 --update-epochs 1 --learning-rate 0.1")
+    batch = s.round()
+    before = weights(s.agent)
+    losses, steps = s.stages.update(
+        s.agent, torch.optim.SGD(s.agent.parameters(), lr=0.1), batch, torch.tensor([3]), s.args, generator()
+    )
+    assert steps == 1 and np.isfinite(list(losses.values())).all()
+    torch.testing.assert_close(losses["policy_loss"], -batch["advantages"][3].item(), rtol=1e-5, atol=1e-6)
+    assert all(p.isfinite().all() for p in s.agent.parameters())
+    assert any(not torch.equal(p, before[name]) for name, p in s.agent.named_parameters())
+
+
+# ---- evaluation
+
+
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_evaluation_does_not_favour_short_episodes(script, num_envs):
+    s = stage(script, toy(script, lengths=[1, 60], by_seed=True))
+    kwargs = dict(lengths=[1, 60], by_seed=True)
+    make = s.stages.make_env(s.args.env_id, 0, False, "test", kwargs)
+
+    def evaluate(seed):
+        envs = [make() for _ in range(num_envs)]
+        return s.stages.evaluate(s.agent, envs, 24, seed), [env.unwrapped for env in envs]
+
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    returns, envs = evaluate(1)
+    assert torch.equal(before, torch.get_rng_state())
+    assert returns.shape == (24,)
+    begun = sorted(length for env in envs for length in env.begun)
+    assert begun == sorted(length for env in envs for length in env.finished) == sorted(returns.tolist())
+    assert 5 < begun.count(60) < 19
+    assert (evaluate(1)[0] == returns).all()
+    assert (evaluate(2)[0] != returns).any()

@@ -1,0 +1,80 @@
+"""Environments in which every step can be told from every other, for the tests: `--env-id toy_envs:Toy-v0`."""
+
+import gymnasium as gym
+import numpy as np
+
+
+class Toy(gym.Env):
+    """Episodes whose lengths, ends and rewards are written down beforehand, whatever the actions.
+
+    lengths, ends: of the first, second, ... episode since the environment was made, over and over; an end is "terminated" or
+        "truncated". With by_seed, an episode's length is instead chosen among `lengths` by the seed that it was reset with.
+    rewards: of the first, second, ... step since the environment was made, over and over; None: the number of the step, from 1.
+    bad_reward, bad_obs: (number, value) of one step that has this reward, or shows this mark.
+
+    The observation's mark is 10 * episode + steps taken in it, both from 0: the first episode shows 0, 1, 2, ..., the second 10,
+    11, ..., the observation after the last step included.
+    """
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,))
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, lengths=(4,), ends=("terminated",), rewards=(1.0,), by_seed=False, bad_reward=(0, 0), bad_obs=(-1, 0)):
+        self.lengths, self.ends, self.rewards, self.by_seed = lengths, ends, rewards, by_seed
+        self.bad_reward, self.bad_obs = bad_reward, bad_obs
+        self.episode, self.steps = -1, 0
+        self.begun, self.finished = [], []  # lengths of episodes
+
+    def show(self, mark):
+        return np.array([mark, 1, 0], dtype=np.float32)
+
+    def observe(self):
+        return self.show(self.bad_obs[1] if self.steps == self.bad_obs[0] else 10 * self.episode + self.t)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode, self.t = self.episode + 1, 0
+        i = self.np_random.integers(len(self.lengths)) if self.by_seed else self.episode % len(self.lengths)
+        self.length = self.lengths[i]
+        self.begun.append(self.length)
+        return self.observe(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), f"{action} is not in {self.action_space}"
+        self.t, self.steps = self.t + 1, self.steps + 1
+        reward = self.steps if self.rewards is None else self.rewards[(self.steps - 1) % len(self.rewards)]
+        reward = float(self.bad_reward[1] if self.steps == self.bad_reward[0] else reward)
+        end = self.ends[self.episode % len(self.ends)] if self.t == self.length else None
+        if end:
+            self.finished.append(self.length)
+        return self.observe(), reward, end == "terminated", end == "truncated", {}
+
+
+class Shifted(Toy):
+    action_space = gym.spaces.Discrete(3, start=5)
+
+
+class Continuous(Toy):
+    action_space = gym.spaces.Box(-1.0, 1.0, (2,))
+
+
+class MultiDiscrete(Toy):
+    action_space = gym.spaces.MultiDiscrete([2, 3])
+
+
+class Nested(Toy):
+    observation_space = gym.spaces.Dict({"mark": Toy.observation_space, "code": gym.spaces.Discrete(3)})
+
+    def show(self, mark):
+        return {"mark": super().show(mark), "code": 1}
+
+
+class Pixels(Toy):
+    observation_space = gym.spaces.Box(0, 255, (210, 160, 3), np.uint8)
+
+    def show(self, mark):
+        return np.full((210, 160, 3), mark, dtype=np.uint8)
+
+
+for toy in (Toy, Shifted, Continuous, MultiDiscrete, Nested, Pixels):
+    gym.register(f"{toy.__name__}-v0", entry_point=toy)
