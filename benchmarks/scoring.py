@@ -3,18 +3,19 @@
     python -m benchmarks.scoring            measure, print the tables, write results/scoring.csv
     python -m benchmarks.scoring --table    print the tables of an earlier run
 
-Time is a ratio to one ordinary forward+backward of PPO's policy loss over the same records in the same chunks (the gradient of the
-actor's parameters only), which is 1.00. All methods run in one process with one thread and take turns; the ratios are taken within
-a round of turns, and their median over the rounds is quoted, in CPU time, which other load on the machine disturbs least (those in
-wall-clock time are in the CSV). Every method is charged for all that lies between the round and its scores, the gradient of the
-target included. A slow method scores the first records only, and its time is scaled up to the round. The process keeps the memory
-that it frees: the methods that need much of it would otherwise spend most of their time in page faults.
+Time is a ratio to one ordinary forward+backward of PPO's policy loss over the same records in the same chunks (the gradient of
+the actor's parameters only), which is 1.00. All methods run in one process with one thread and take turns; the ratios are
+taken within a round of turns, and their median over the rounds is quoted, in CPU time, which other load on the machine disturbs
+least (those in wall-clock time are in the CSV). Every method is charged for all that lies between the round and its scores, the
+gradient of the target included; return_influence also for its checks and the normalisation of the advantages. A slow method
+scores the first records only, and its time is scaled up to the round. The process keeps the memory that it frees: the methods
+that need much of it would otherwise spend most of their time in page faults.
 
-Memory is what one call adds at its peak, in a fresh process for each (Linux: VmHWM after it - VmRSS before it).
+Memory is what one call adds at its peak, in a fresh process for each (VmHWM after it - VmRSS before it; Linux with glibc).
 
-The rounds are synthetic and always the same: states that drift as in an episode; weights as initialised, but for the last layer,
-which has gain 1 as if it had learned something (at a fresh policy's 0.01 its own gradient is nearly all there is); actions drawn
-from the policy; advantages that depend on state, action and chance.
+The rounds are synthetic and always the same: states that drift as in an episode; weights as initialised, but for the last
+layer, which has gain 1 as if it had learned something (at a fresh policy's 0.01 its own gradient is nearly all there is);
+actions drawn from the policy; advantages that depend on state, action and chance.
 """
 
 import csv
@@ -219,7 +220,7 @@ def vmap_grad(r, direction, n):
 
 
 def hooked_backward(r, loss, inds):
-    """Of each layer: its name, its inputs [n, in, L] and the gradient of its outputs [n, out, L], at L places of an image or one."""
+    """Of each layer: name, inputs [n, in, L] and gradient of the outputs [n, out, L], at L places of an image (Linear: 1)."""
     inputs, grads, handles = {}, {}, []
 
     def hook(name, module, args, output):
@@ -299,10 +300,9 @@ def run(r, method, direction=None, n=None):
 
 def allocator(keep):
     """Have glibc keep what is freed (no page faults), or else give it back at once (the process holds what is alive only)."""
-    trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # glibc's names for its options
-    for option, value in (
-        ((trim_threshold, 2**31 - 1), (mmap_max, 0)) if keep else ((trim_threshold, 0), (mmap_threshold, 2**16))
-    ):
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+    options = {M_TRIM_THRESHOLD: 2**31 - 1, M_MMAP_MAX: 0} if keep else {M_TRIM_THRESHOLD: 0, M_MMAP_THRESHOLD: 2**16}
+    for option, value in options.items():
         ctypes.CDLL(None).mallopt(option, value)
 
 
@@ -384,12 +384,8 @@ def table(csv_path):
     with open(csv_path, newline="") as file:
         for row in csv.DictReader(file):
             if row["method"] == METHODS["yardstick"][0]:
-                pieces = f"chunks of {row['chunk']}" if row["chunk"] else "one piece"
-                lines += [
-                    "",
-                    f"**{row['network']}**, {row['records']} records in {pieces}, 1.00 = {float(row['cpu_ms']):.1f} ms",
-                    "",
-                ]
+                size = f"{row['records']} records in " + (f"chunks of {row['chunk']}" if row["chunk"] else "one piece")
+                lines += ["", f"**{row['network']}**, {size}, 1.00 = {float(row['cpu_ms']):.1f} ms", ""]
                 lines += ["| method | time | memory | memory, MB | max. relative error | Spearman | wrong signs |"]
                 lines += ["|---|--:|--:|--:|--:|--:|--:|"]
             few = "" if row["records"] == row["round_records"] else f" ({row['records']})"
