@@ -23,9 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 
 def target_gradient(agent, target, num_records=None, *, chunk_size=None):
@@ -37,23 +35,8 @@ def target_gradient(agent, target, num_records=None, *, chunk_size=None):
     Raises ValueError if the target is not a finite scalar or does not depend on the parameters.
     """
     agent, params = _agent_and_params(agent)
-    chunks = [()] if num_records is None else [(inds,) for inds in _chunks(num_records, chunk_size)]
-    total = {}
     with _scoring(agent, target) as call:
-        for chunk in chunks:
-            value = call(*chunk)
-            if not isinstance(value, torch.Tensor) or value.numel() != 1 or not torch.isfinite(value):
-                what = f"{value.item()}" if isinstance(value, torch.Tensor) and value.numel() == 1 else _describe(value)
-                raise ValueError(f"target must return a finite scalar tensor, got {what}")
-            if not value.requires_grad:
-                continue
-            grads = torch.autograd.grad(value.squeeze(), list(params.values()), allow_unused=True)
-            for name, grad in zip(params, grads):
-                if grad is not None:
-                    total[name] = total[name] + grad if name in total else grad.detach()
-    if not total:
-        raise ValueError(f"target: {_INDEPENDENT}")
-    return {name: total[name] if name in total else torch.zeros_like(p) for name, p in params.items()}
+        return _gradient(params, call, [()] if num_records is None else [(inds,) for inds in _chunks(num_records, chunk_size)])
 
 
 def influence_scores(agent, record_losses, direction, num_records, *, chunk_size=None):
@@ -78,27 +61,12 @@ def influence_scores(agent, record_losses, direction, num_records, *, chunk_size
     ]
     if wrong:
         raise ValueError(f"direction must hold one tensor per trainable parameter, of its shape; check {wrong[0]!r}")
-    chunks = _chunks(num_records, chunk_size)
-    attempts = [
-        (how, kernels) for how in (_forward_mode, _double_backward) for kernels in (contextlib.nullcontext, _plain_kernels)
-    ]
-    scores = []
     with _scoring(agent, record_losses) as call:
-        closure = _Closure(agent, lambda inds: _vector("record_losses", call(inds), inds))
-        for inds in chunks:
-            while True:
-                how, kernels = attempts[0]
-                try:
-                    with kernels():
-                        scores.append(-how(closure, params, direction, inds).detach())
-                    break
-                except RuntimeError as error:  # NotImplementedError is one
-                    if isinstance(error, torch.OutOfMemoryError) or len(attempts) == 1:
-                        raise
-                    attempts.pop(0)
-    scores = torch.cat(scores)
-    _check_finite("scores", scores)
-    return scores
+        products = _products(
+            agent, params, lambda i: _vector("record_losses", call(i), i), direction, _chunks(num_records, chunk_size)
+        )
+    _check_finite("scores", products)
+    return -products
 
 
 def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=None, chunk_size=None):
@@ -114,8 +82,8 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
     Rows that are not records (padding, reset rows of a vector environment) must be left out before the call.
     Returns Tensor[N]. Raises ValueError as influence_scores does, and on non-finite advantages.
     """
-    device = next(iter(_agent_and_params(agent)[1].values())).device
-    advantages = torch.as_tensor(advantages, device=device).detach()
+    agent, params = _agent_and_params(agent)
+    advantages = torch.as_tensor(advantages, device=next(iter(params.values())).device).detach()
     if advantages.dim() != 1 or not advantages.is_floating_point():
         raise ValueError(
             f"advantages must be a float tensor of shape [N] (flatten a [steps, envs] one), got {_describe(advantages)}"
@@ -126,20 +94,26 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
     if inds.shape != (n,) or inds.is_floating_point() or not torch.equal(inds.sort().values, torch.arange(n)):
         raise ValueError(f"inds must be a permutation of the {n} records, got {_describe(inds)} that is not one")
 
-    def log_pi(i):
-        return _vector("logprob", logprob(i), i)
+    size = n if minibatch_size is None else min(n, _positive("minibatch_size", minibatch_size))
+    normalized = advantages.clone()
+    if size > 1:
+        rest = n % size + (size if n % size == 1 else 0)  # records after the last of the equal minibatches: one more
+        for part, width in ((inds[: n - rest], size), (inds[n - rest :], rest)):
+            if len(part):
+                a = advantages[part].view(-1, width)
+                normalized[part] = ((a - a.mean(1, keepdim=True)) / (a.std(1, keepdim=True) + 1e-8)).flatten()
 
-    size = n if minibatch_size is None else _positive("minibatch_size", minibatch_size)
-    normalized = torch.empty_like(advantages)
-    minibatches = list(inds.split(size))
-    if len(minibatches) > 1 and size > 1 and len(minibatches[-1]) < 2:
-        minibatches[-2:] = [torch.cat(minibatches[-2:])]
-    for mb_inds in minibatches:
-        a = advantages[mb_inds]
-        normalized[mb_inds] = (a - a.mean()) / (a.std() + 1e-8) if len(a) > 1 else a
+    chunks = _chunks(n, chunk_size)
+    with _scoring(agent, logprob) as call:
 
-    direction = target_gradient(agent, lambda i: (advantages[i] * log_pi(i)).sum() / n, n, chunk_size=chunk_size)
-    return influence_scores(agent, lambda i: -normalized[i] * log_pi(i), direction, n, chunk_size=chunk_size)
+        def log_pi(i):
+            return _vector("logprob", call(i), i)
+
+        direction = _gradient(params, lambda i: (advantages[i] * log_pi(i)).sum() / n, [(i,) for i in chunks])
+        products = _products(agent, params, log_pi, direction, chunks)
+    scores = normalized * products  # L_i = -A_i * log pi_i, its constant taken out: a product with one is slow in forward mode
+    _check_finite("scores", scores)
+    return scores
 
 
 def action_influence(agent, logprob_of_action, record_losses, num_records, *, chunk_size=None):
@@ -209,44 +183,96 @@ def log_influence(writer, scores, kept, global_step, *, advantages=None, filtere
 # ---- how the scores are computed
 
 
-class _Closure(nn.Module):
-    """A closure over the agent as a module, so that functional_call can lend the agent other parameters while it runs."""
-
-    def __init__(self, agent, fn):
-        super().__init__()
-        self.agent, self.fn = agent, fn
-
-    def forward(self, inds):
-        return self.fn(inds)
-
-
-class _NoGradStopsTangents(TorchFunctionMode):
-    """Within forward mode, let no_grad in a closure cut the derivative as it does in reverse mode (by itself it would not)."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch._C._set_grad_enabled:
-            torch._C._set_fwd_grad_enabled(args[0])
-        return result
+def _gradient(params, target, chunks):
+    """Sum over `chunks` (tuples of arguments of target) of the gradient of target, {name: Tensor}."""
+    total = {}
+    for chunk in chunks:
+        value = target(*chunk)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not torch.isfinite(value):
+            what = f"{value.item()}" if isinstance(value, torch.Tensor) and value.numel() == 1 else _describe(value)
+            raise ValueError(f"target must return a finite scalar tensor, got {what}")
+        if not value.requires_grad:
+            continue
+        grads = torch.autograd.grad(value.squeeze(), list(params.values()), allow_unused=True)
+        for name, grad in zip(params, grads):
+            if grad is not None:
+                total[name] = total[name] + grad if name in total else grad.detach()
+    if not total:
+        raise ValueError(f"target: {_INDEPENDENT}")
+    return {name: total[name] if name in total else torch.zeros_like(p) for name, p in params.items()}
 
 
-def _forward_mode(closure, params, direction, inds):
-    with forward_ad.dual_level(), _NoGradStopsTangents():
-        duals = {f"agent.{name}": forward_ad.make_dual(p.detach(), direction[name].to(p.dtype)) for name, p in params.items()}
-        losses, products = forward_ad.unpack_dual(functional_call(closure, duals, (inds,)))
+def _products(agent, params, losses, direction, chunks):
+    """< grad L_i, direction > of all records, by the first way that the operations of the network allow."""
+    ways = [
+        (way, kernels) for way in (_forward_mode, _double_backward) for kernels in (contextlib.nullcontext, _plain_kernels)
+    ]
+    products = []
+    for inds in chunks:
+        while True:
+            way, kernels = ways[0]
+            try:
+                with kernels():
+                    products.append(way(agent, params, losses, direction, inds).detach())
+                break
+            except RuntimeError as error:  # NotImplementedError is one
+                if isinstance(error, torch.OutOfMemoryError) or len(ways) == 1:
+                    raise
+                ways.pop(0)
+    return torch.cat(products)
+
+
+@contextlib.contextmanager
+def _lent(agent, tensors):
+    """Let `agent` run with other tensors in place of its parameters, {id(parameter): tensor}, tied ones included."""
+    slots = [(m._parameters, name, p) for m in agent.modules() for name, p in m._parameters.items() if id(p) in tensors]
+    try:
+        for parameters, name, p in slots:
+            parameters[name] = tensors[id(p)]
+        yield
+    finally:
+        for parameters, name, p in slots:
+            parameters[name] = p
+
+
+@contextlib.contextmanager
+def _no_grad_stops_tangents():
+    """Let no_grad in a closure cut the derivative in forward mode as it does in reverse mode; by itself it would not.
+
+    Every Python way to switch gradients calls torch._C._set_grad_enabled. (A TorchFunctionMode could watch for it without replacing
+    it, but costs a quarter of a forward and backward pass of a small network.)
+    """
+    set_grad_enabled = torch._C._set_grad_enabled
+
+    def set_both(enabled):
+        set_grad_enabled(enabled)
+        torch._C._set_fwd_grad_enabled(enabled)
+
+    torch._C._set_grad_enabled = set_both
+    try:
+        yield
+    finally:
+        torch._C._set_grad_enabled = set_grad_enabled
+
+
+def _forward_mode(agent, params, losses, direction, inds):
+    with forward_ad.dual_level():
+        duals = {id(p): forward_ad.make_dual(p.detach(), direction[name].to(p.dtype)) for name, p in params.items()}
+        with _lent(agent, duals), _no_grad_stops_tangents():
+            value, products = forward_ad.unpack_dual(losses(inds))
     # No dual requires a gradient, so no reverse graph is kept. If the losses require one all the same, the closure holds a
     # parameter itself, not through the agent, and forward mode has missed it.
-    if losses.requires_grad or products is None:
+    if value.requires_grad or products is None:
         raise NotImplementedError("the losses depend on no parameter of the agent, or on one that the closure holds itself")
     return products
 
 
-def _double_backward(closure, params, direction, inds):
-    losses = closure(inds)
-    weights = torch.ones_like(losses, requires_grad=True)
+def _double_backward(agent, params, losses, direction, inds):
+    value = losses(inds)
+    weights = torch.ones_like(value, requires_grad=True)
     grads = [None]
-    if losses.requires_grad:
-        grads = torch.autograd.grad(weights @ losses, list(params.values()), create_graph=True, allow_unused=True)
+    if value.requires_grad:
+        grads = torch.autograd.grad(weights @ value, list(params.values()), create_graph=True, allow_unused=True)
     used = [(grad, direction[name].to(grad.dtype)) for name, grad in zip(params, grads) if grad is not None]
     if not used:
         raise ValueError(f"record_losses: {_INDEPENDENT}")
@@ -275,8 +301,10 @@ def _scoring(agent, closure):
     Yields the closure to call. Where its calls drew random numbers or changed buffers, it must still give the same value twice, or
     there is no one function to differentiate: then ValueError.
     """
-    modes = [(m, m.training) for m in agent.modules()]
-    buffers = [(m, n, b, b.clone(), b._version) for m, _ in modes for n, b in m._buffers.items() if b is not None]
+    modules = list(agent.modules())
+    # cuDNN's recurrent kernels have a backward in training mode only, and without dropout the two modes are one
+    in_training = [m for m in modules if m.training and not (isinstance(m, nn.RNNBase) and m.dropout == 0)]
+    buffers = [(m, n, b, b.clone(), b._version) for m in modules for n, b in m._buffers.items() if b is not None]
     devices = {p.device for p in agent.parameters() if p.is_cuda}
     calls = []
 
@@ -291,9 +319,8 @@ def _scoring(agent, closure):
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     before = rng()
     try:
-        for m, _ in modes:
-            # cuDNN's recurrent kernels have a backward in training mode only, and without dropout the two modes are one
-            m.training = isinstance(m, nn.RNNBase) and m.dropout == 0 and m.training
+        for m in in_training:
+            m.training = False
         with eager, torch.inference_mode(False), torch.enable_grad():
             yield call
             changed = any(m._buffers.get(n) is not b or b._version != version for m, n, b, _, version in buffers)
@@ -305,8 +332,8 @@ def _scoring(agent, closure):
                             " deterministic in evaluation mode, e.g. F.dropout(x, training=self.training), a stored action"
                         )
     finally:
-        for m, mode in modes:
-            m.training = mode
+        for m in in_training:
+            m.training = True
         for m, n, b, value, version in buffers:
             m._buffers[n] = b
             if b._version != version:

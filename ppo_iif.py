@@ -37,7 +37,7 @@ class Args:
     """if toggled, this experiment will be tracked with Weights and Biases"""
     wandb_project_name: str = "ppo-iif"
     """the wandb's project name"""
-    wandb_entity: Optional[str] = None
+    wandb_entity: str | None = None
     """the entity (team) of wandb's project"""
     capture_video: bool = False
     """whether to capture videos of the agent (in `videos/{run_name}`, and in W&B if tracked)"""
@@ -45,7 +45,7 @@ class Args:
     """whether to save the agent at the end into `runs/{run_name}/{exp_name}.cleanrl_model`"""
     save_every: int = 0
     """save `runs/{run_name}/checkpoint.pt` every so many rounds (0: never); the next round then begins with fresh episodes"""
-    resume: Optional[str] = None
+    resume: str | None = None
     """path of a checkpoint to go on from, with its arguments"""
 
     # Algorithm specific arguments
@@ -85,7 +85,7 @@ class Args:
     """coefficient of the value loss mean((V - R)^2): 0.25 here is what CleanRL's 0.5 means"""
     max_grad_norm: float = 0.0
     """the maximum norm for the gradient clipping; 0 turns it off, as the paper's SGD results need"""
-    target_kl: Optional[float] = None
+    target_kl: float | None = None
     """the target KL divergence threshold"""
 
     # Influence-based filtering

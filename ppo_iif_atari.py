@@ -41,7 +41,7 @@ class Args:
     """if toggled, this experiment will be tracked with Weights and Biases"""
     wandb_project_name: str = "ppo-iif"
     """the wandb's project name"""
-    wandb_entity: Optional[str] = None
+    wandb_entity: str | None = None
     """the entity (team) of wandb's project"""
     capture_video: bool = False
     """whether to capture videos of the agent (in `videos/{run_name}`, and in W&B if tracked)"""
@@ -49,7 +49,7 @@ class Args:
     """whether to save the agent at the end into `runs/{run_name}/{exp_name}.cleanrl_model`"""
     save_every: int = 0
     """save `runs/{run_name}/checkpoint.pt` every so many rounds (0: never); the next round then begins with fresh episodes"""
-    resume: Optional[str] = None
+    resume: str | None = None
     """path of a checkpoint to go on from, with its arguments"""
 
     # Algorithm specific arguments
@@ -89,7 +89,7 @@ class Args:
     """coefficient of the value loss mean((V - R)^2): 0.25 is what CleanRL's 0.5 means"""
     max_grad_norm: float = 0.5
     """the maximum norm for the gradient clipping; 0 turns it off"""
-    target_kl: Optional[float] = None
+    target_kl: float | None = None
     """the target KL divergence threshold"""
 
     # Influence-based filtering
@@ -339,7 +339,9 @@ def score(agent, batch, args, generator):
     """Influence [batch_size] of the records of a flat round on its return, advantages normalised as training does it."""
     return return_influence(
         agent,
-        lambda inds: agent.get_logprob(*(batch[k][inds[0] : inds[-1] + 1] for k in ("obs", "actions"))),  # a run of records: no copy
+        lambda inds: agent.get_logprob(
+            *(batch[k][inds[0] : inds[-1] + 1] for k in ("obs", "actions"))
+        ),  # a run of records: no copy
         batch["advantages"],
         minibatch_size=args.minibatch_size if args.norm_adv else 1,  # alone in its minibatch, a record is not normalised
         inds=torch.randperm(args.batch_size, generator=generator),

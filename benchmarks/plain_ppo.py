@@ -2,10 +2,13 @@
 
 Per step: one forward pass of actor and critic with torch.distributions, copies between numpy and torch, and the storage tensors;
 then GAE in torch and the epochs over shuffled minibatches with CleanRL's diagnostics. It logs through a SummaryWriter as CleanRL
-does, and uses SAME_STEP autoreset, which costs what CleanRL's older Gymnasium did. It is a yardstick of speed, not a baseline of
+does. Its environments are the training script's own (for Atari cheaper than CleanRL's, which resizes in colour). It is a yardstick of speed, not a baseline of
 returns: truncations count as terminations.
 """
 
+import importlib
+import json
+import sys
 import time
 
 import gymnasium as gym
@@ -14,6 +17,8 @@ import torch
 import torch.nn as nn
 import torch.optim as optim
 from torch.distributions.categorical import Categorical
+from torch.distributions.normal import Normal
+from torch.utils.tensorboard import SummaryWriter
 
 
 def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
@@ -32,29 +37,103 @@ def mlp(inputs, outputs, std):
     )
 
 
-class DiscreteAgent(nn.Module):
+class CategoricalAgent(nn.Module):
+    """Actor and critic over features of the observation (none, for vectors)."""
+
+    def get_value(self, x):
+        return self.critic(self.features(x))
+
+    def get_action_and_value(self, x, action=None):
+        hidden = self.features(x)
+        probs = Categorical(logits=self.actor(hidden))
+        if action is None:
+            action = probs.sample()
+        return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
+
+
+class VectorAgent(CategoricalAgent):
     def __init__(self, envs):
         super().__init__()
         obs_dim = int(np.prod(envs.single_observation_space.shape))
         self.critic = mlp(obs_dim, 1, std=1.0)
         self.actor = mlp(obs_dim, int(envs.single_action_space.n), std=0.01)
 
+    def features(self, x):
+        return x
+
+
+class MinigridAgent(CategoricalAgent):
+    def __init__(self, envs):
+        super().__init__()
+        width, height, channels = envs.single_observation_space.shape
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(channels, 16, 3)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(16, 32, 3)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(32 * (width - 4) * (height - 4), 64)),
+            nn.ReLU(),
+        )
+        self.critic = mlp(64, 1, std=1.0)
+        self.actor = mlp(64, int(envs.single_action_space.n), std=0.01)
+
+    def features(self, x):
+        return self.network(x.permute(0, 3, 1, 2) / 255.0)
+
+
+class AtariAgent(CategoricalAgent):
+    def __init__(self, envs):
+        super().__init__()
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(4, 32, 8, stride=4)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            nn.ReLU(),
+        )
+        self.actor = layer_init(nn.Linear(512, int(envs.single_action_space.n)), std=0.01)
+        self.critic = layer_init(nn.Linear(512, 1), std=1)
+
+    def features(self, x):
+        return self.network(x / 255.0)
+
+
+class ContinuousAgent(nn.Module):
+    def __init__(self, envs):
+        super().__init__()
+        obs_dim, action_dim = (int(np.prod(s.shape)) for s in (envs.single_observation_space, envs.single_action_space))
+        self.critic = mlp(obs_dim, 1, std=1.0)
+        self.actor_mean = mlp(obs_dim, action_dim, std=0.01)
+        self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim))
+
     def get_value(self, x):
         return self.critic(x)
 
     def get_action_and_value(self, x, action=None):
-        probs = Categorical(logits=self.actor(x))
+        action_mean = self.actor_mean(x)
+        action_logstd = self.actor_logstd.expand_as(action_mean)
+        probs = Normal(action_mean, torch.exp(action_logstd))
         if action is None:
             action = probs.sample()
-        return action, probs.log_prob(action), probs.entropy(), self.critic(x)
+        return action, probs.log_prob(action).sum(1), probs.entropy().sum(1), self.critic(x)
 
 
-def train(make_env, agent_class, args, rounds, writer):
-    """Train for `rounds` rounds with the hyper-parameters of `args` (a training script's Args). Returns seconds per round."""
+AGENTS = {
+    "ppo_iif": VectorAgent,
+    "ppo_iif_continuous": ContinuousAgent,
+    "ppo_iif_minigrid": MinigridAgent,
+    "ppo_iif_atari": AtariAgent,
+}
+
+
+def train(envs, agent_class, args, writer):
+    """Train on the vector environment with the hyper-parameters of `args` (a training script's Args). Returns seconds per round."""
     device = torch.device("cpu")
-    envs = gym.vector.SyncVectorEnv(
-        [make_env for _ in range(args.num_envs)], autoreset_mode=gym.vector.AutoresetMode.SAME_STEP
-    )
     agent = agent_class(envs).to(device)
     if args.optimizer == "sgd":
         optimizer = optim.SGD(agent.parameters(), lr=args.learning_rate)
@@ -75,7 +154,7 @@ def train(make_env, agent_class, args, rounds, writer):
     next_done = torch.zeros(args.num_envs).to(device)
     seconds = []
 
-    for _ in range(rounds):
+    for _ in range(args.num_iterations):
         start = time.perf_counter()
         for step in range(args.num_steps):
             global_step += args.num_envs
@@ -175,5 +254,19 @@ def train(make_env, agent_class, args, rounds, writer):
         writer.add_scalar("losses/clipfrac", np.mean(clipfracs), global_step)
         writer.add_scalar("losses/explained_variance", explained_var, global_step)
         writer.add_scalar("charts/SPS", int(args.num_steps * args.num_envs / seconds[-1]), global_step)
-    envs.close()
     return seconds
+
+
+if (
+    __name__ == "__main__"
+):  # python -m benchmarks.plain_ppo FOLDER SCRIPT [ARGS OF THE SCRIPT]: its environment and hyper-parameters
+    folder, script, *sys.argv[1:] = sys.argv[1:]
+    script = importlib.import_module(script)
+    args, _ = script.parse_args()
+    torch.set_num_threads(args.torch_threads)
+    torch.manual_seed(args.seed)
+    np.random.seed(args.seed)
+    envs = script.make_envs(args, "plain")
+    seconds = train(envs, AGENTS[script.__name__], args, SummaryWriter(folder))
+    envs.close()
+    print(json.dumps(seconds))

@@ -4,12 +4,12 @@
     python -m benchmarks.scoring --table    print the tables of an earlier run
 
 Time is a ratio to one ordinary forward+backward of PPO's policy loss over the same records in the same chunks (the gradient of
-the actor's parameters only), which is 1.00. All methods run in one process with one thread and take turns; the ratios are
-taken within a round of turns, and their median over the rounds is quoted, in CPU time, which other load on the machine disturbs
-least (those in wall-clock time are in the CSV). Every method is charged for all that lies between the round and its scores, the
-gradient of the target included; return_influence also for its checks and the normalisation of the advantages. A slow method
-scores the first records only, and its time is scaled up to the round. The process keeps the memory that it frees: the methods
-that need much of it would otherwise spend most of their time in page faults.
+the actor's parameters only), which is 1.00. All methods run in one process with one thread and take turns; ratios are taken
+within a round of turns, and their median over the rounds is quoted, in CPU time, which other load disturbs least (those in
+wall-clock time are in the CSV). Every method is charged for all that lies between the round and its scores, the gradient of
+the target included; return_influence also for its checks and the normalisation of the advantages. A slow method scores the
+first records only, and its time is scaled up to the round. The process keeps the memory that it frees: the methods that need
+much of it would otherwise spend most of their time in page faults.
 
 Memory is what one call adds at its peak, in a fresh process for each (VmHWM after it - VmRSS before it; Linux with glibc).
 
@@ -26,7 +26,8 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -42,11 +43,11 @@ import iif_core
 class Args:
     rounds: int = 7
     """rounds of turns, over which the median is taken"""
-    output: Path = Path(__file__).parent / "results" / "scoring.csv"
+    output: Path = Path("benchmarks/results/scoring.csv")
     """the CSV to write (with --table: to read)"""
     table: bool = False
     """print the tables of the CSV as markdown and measure nothing"""
-    memory: Optional[str] = None
+    memory: str | None = None
     """print the peak memory in MB of NETWORK:METHOD and do nothing else (the run starts itself so for each row)"""
 
 
@@ -122,7 +123,7 @@ class Network(NamedTuple):
     obs: Callable  # of the states, [N, 8]
     records: int
     minibatch_size: int
-    chunk_size: Optional[int]
+    chunk_size: int | None
     slow: dict  # {part: how many records it takes}, see PARTS
 
 
@@ -411,5 +412,5 @@ if __name__ == "__main__":
         with open(args.output, "w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[-1]))
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
         print(table(args.output))

@@ -7,8 +7,9 @@ import math
 import pathlib
 import random
 import statistics
+from collections.abc import Callable
 from decimal import Decimal
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -315,6 +316,14 @@ def test_target_gradient_equals_backward(network):
         assert_equal(flat(agent, gradient), truth)
 
 
+@pytest.mark.parametrize("network", [mlp, weight_normed])
+def test_direction_of_another_precision_that_requires_gradients(network):
+    agent, logprob, n = network()
+    direction = {name: v.float().requires_grad_() for name, v in random_direction(agent).items()}
+    truth = -record_gradients(agent, logprob, n) @ flat(agent, direction).double()
+    assert_equal(influence_scores(agent, logprob, direction, n), truth)
+
+
 def test_unused_parameters_have_zero_gradient():
     agent, logprob, n = gaussian()
     gradient = target_gradient(agent, lambda: logprob(torch.arange(n)).sum())
@@ -412,7 +421,11 @@ def official():
     agent = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).float()
     layers = {0: "mlp_extractor.policy_net.0", 2: "mlp_extractor.policy_net.2", 4: "action_net"}
     agent.load_state_dict(
-        {f"{i}.{kind}": torch.tensor(data[f"weights/{name}.{kind}"]) for i, name in layers.items() for kind in ("weight", "bias")}
+        {
+            f"{i}.{kind}": torch.tensor(data[f"weights/{name}.{kind}"])
+            for i, name in layers.items()
+            for kind in ("weight", "bias")
+        }
     )
     obs, actions = torch.tensor(data["observations"]), torch.tensor(data["actions"])
     logprob = lambda inds: log_pi(agent(obs[inds]), actions[inds])
@@ -464,7 +477,9 @@ def test_advantages_of_any_float_type(convert):
     assert_equal(return_influence(agent, logprob, convert(advantages)), return_influence(agent, logprob, advantages))
 
 
-@pytest.mark.parametrize("layers", [mlp_net, lambda: nn.Sequential(weight_norm(nn.Linear(OBS, 64)), nn.Tanh(), nn.Linear(64, 3))])
+@pytest.mark.parametrize(
+    "layers", [mlp_net, lambda: nn.Sequential(weight_norm(nn.Linear(OBS, 64)), nn.Tanh(), nn.Linear(64, 3))]
+)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 def test_agents_of_lower_precision(dtype, tolerance, layers):
     agent, obs, actions, advantages = layers().to(dtype), torch.randn(N, OBS).to(dtype), torch.randint(3, (N,)), torch.randn(N)
@@ -598,7 +613,9 @@ PLACES = {
     "beside": lambda net, custom, x: net[2](custom(net[0](x))) + net[2](net[0](x).cos()),
     "on a parameter": lambda net, custom, x: net[2](F.linear(x, custom(net[0].weight)).tanh()),
 }
-custom_function = lambda *functions: pytest.mark.parametrize("custom", functions, ids=lambda f: getattr(f, "__name__", "custom_op"))
+custom_function = lambda *functions: pytest.mark.parametrize(
+    "custom", functions, ids=lambda f: getattr(f, "__name__", "custom_op")
+)
 
 
 def custom_case(custom, place):
@@ -763,7 +780,12 @@ def _replace_data(m, mean):
     m.mean.data = mean
 
 
-BUFFER_UPDATES = {"in place": _copy_, "replace": _replace, "data": _replace_data, "data in place": lambda m, b: m.mean.data.copy_(b)}
+BUFFER_UPDATES = {
+    "in place": _copy_,
+    "replace": _replace,
+    "data": _replace_data,
+    "data in place": lambda m, b: m.mean.data.copy_(b),
+}
 
 
 @pytest.mark.parametrize("update", BUFFER_UPDATES)
@@ -803,6 +825,7 @@ def snapshot(agent):
         "random numbers": torch.get_rng_state().numpy().tobytes(),
         "modes of autograd": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_fwd_grad_enabled()),
         "kernels": (torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled),
+        "functions of torch": {name: id(f) for name, f in vars(torch._C).items() if callable(f)},
         "attention": [
             getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math", "cudnn")
         ],
@@ -876,6 +899,20 @@ def test_leaves_nothing_behind(function, kind, fault, from_call):
     after = snapshot(agent)
     for what in before:
         assert after[what] == before[what], what
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_closure_that_switches_the_mode(switch):
+    agent, logprob, n = gru()
+    agent.out.eval()
+    modes = [m.training for m in agent.modules()]
+
+    def closure(inds):
+        agent.train(switch)
+        return logprob(inds)
+
+    return_influence(agent, closure, torch.randn(n))
+    assert [m.training for m in agent.modules()] == modes
 
 
 @pytest.mark.parametrize("network", [mlp, sdpa, weight_normed])
@@ -964,6 +1001,8 @@ def test_compiled_agents(backend, warm):
         for given, held in itertools.product([agent, compiled], repeat=2)
     ]
     assert agent.training and compiled.training
+    gradient = target_gradient(compiled, lambda: compiled(obs).sum())
+    assert set(gradient) == set(trainable(agent))  # so that it serves as a direction for either
     agent.eval()
     truth = return_scores_by_hand(agent, lambda inds: log_pi(agent(obs[inds]), actions[inds]), advantages)
     for s in scores:
@@ -1037,6 +1076,7 @@ ROUNDS = {
     "huge, all equal": [1e30] * 3,
     "tiny": [1e-30, -1e-30, 2e-30],
     "tiny among large": [-1e-30, 1e6, 1e-30],
+    "rounds to below the lowest edge": [7.0, -35 / 3, 0.12],
     "far from zero": [1e8, 1e8 + 1, 1e8 + 2],
     "not finite": [1.0, math.nan, -1.0, math.inf, -math.inf],
     "nothing finite": [math.nan, math.inf],
@@ -1109,7 +1149,7 @@ def logged(scores, **kwargs):
         ([1.0, 2.0, 3.0], [3.0, 2.0, 1.0], -1.0),
         ([1.0, 2.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0], math.sqrt(0.9)),  # ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4
         ([3.0, 1.0, 2.0], [10.0, 20.0, 30.0], -0.5),
-        ([math.nan, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0], 1.0),  # the score that is not finite takes its advantage with it
+        ([math.nan, 1.0, 2.0, 3.0], [9.0, 1.0, 2.0, 3.0], 1.0),  # the score that is not finite takes its advantage with it
         ([1.0, 1.0], [1.0, 2.0], None),
         ([1.0, 2.0], [1.0, 1.0], None),
         ([1.0], [1.0], None),
@@ -1178,13 +1218,19 @@ def bad_action(value):
 
 
 ERRORS = {
-    "advantages: fewer than logprob returns": (lambda: bad(logprob=lambda i: mlp().logprob(torch.arange(9))), r"logprob.*\[12\].*\[9\]"),
+    "advantages: fewer than logprob returns": (
+        lambda: bad(logprob=lambda i: mlp().logprob(torch.arange(9))),
+        r"logprob.*\[12\].*\[9\]",
+    ),
     "advantages: empty": (lambda: bad(advantages=torch.zeros(0)), "advantages"),
     "advantages: two dimensions": (lambda: bad(advantages=torch.zeros(N, 1)), r"advantages.*\[12, 1\]"),
     "advantages: scalar": (lambda: bad(advantages=torch.tensor(1.0)), "advantages"),
     "advantages: integers": (lambda: bad(advantages=torch.arange(N)), "advantages.*int64"),
     "advantages: nan": (lambda: bad(advantages=with_nonfinite(math.nan)), "advantages: 1 of 12 .* index 3"),
-    "advantages: two infinite": (lambda: bad(advantages=with_nonfinite(math.inf, -math.inf)), "advantages: 2 of 12 .* index 3"),
+    "advantages: two infinite": (
+        lambda: bad(advantages=with_nonfinite(math.inf, -math.inf)),
+        "advantages: 2 of 12 .* index 3",
+    ),
     "logprob: column": (lambda: bad(change=lambda x: x[:, None]), r"logprob.*\[12, 1\]"),
     "logprob: scalar": (lambda: bad(change=torch.sum), "logprob"),
     "logprob: list": (lambda: bad(change=lambda x: x.tolist()), "logprob.*list"),

@@ -14,24 +14,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
+import offline_wandb
 import pytest
 import torch
+import toy_filters
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributions import Categorical
 
-ROOT, TESTS = Path(__file__).resolve().parents[1], Path(__file__).resolve().parent
-sys.path[:0] = [str(ROOT), str(TESTS)]
-
-import offline_wandb  # noqa: E402
-import toy_envs  # noqa: E402
-import toy_filters  # noqa: E402
-
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 torch.set_num_threads(1)
 
 
@@ -48,15 +46,19 @@ class Mark(torch.nn.Module):
 @dataclasses.dataclass
 class Script:
     name: str
-    env: str  # small and fast, and with influence scores of both signs
-    toy: str  # toy_envs.Toy, with observations and actions that the script takes
-    flags: str  # of every run: a round of `batch` records in 16 minibatches or more
+    env: str  # small and fast, with an episode or two in every round and influence scores of both signs
+    flags: str  # of every run: four rounds of `batch` records, each of 16 minibatches or more
     batch: int
-    mark: Callable[[Any], Any]  # observations of the toy environment [..., *shape] -> their marks [...]
-    critic_is_mark: Callable[[Any], None]  # let the agent's value of an observation of the toy environment be its mark
-    policy: Callable[[Any, torch.Tensor], torch.distributions.Distribution]  # agent, obs [n, *shape] -> pi(.|s), batch shape [n]
+    # agent, rng, obs [n, *shape] (numpy) -> sampled actions [n, ...] (numpy)
+    act: Callable[[Any, Any, Any], Any]
+    # agent, obs [n, *shape] -> pi(.|s), of batch shape [n]
+    policy: Callable[[Any, torch.Tensor], torch.distributions.Distribution]
     refused: tuple = ()  # (flags, what the message must hold), beside what all scripts refuse
     also_runs: tuple = ()  # flags of unusual environments that the script can learn
+    # A script that takes any environment is tested with toy_envs.Toy as well.
+    toy: str | None = None  # with observations and actions that the script takes
+    mark: Callable[[Any], Any] | None = None  # observations of it [..., *shape] -> their marks [...]
+    critic_is_mark: Callable[[Any], None] | None = None  # let the agent's value of such an observation be its mark
 
     def __str__(self):
         return self.name
@@ -71,27 +73,34 @@ SCRIPTS = [
     Script(
         name="ppo_iif.py",
         env="CartPole-v1",
-        toy="toy_envs:Toy-v0",
         flags="--no-cuda --num-steps 128 --num-minibatches 16 --update-epochs 2 --total-timesteps 512",
         batch=128,
-        mark=lambda obs: obs[..., 0],
-        critic_is_mark=lambda agent: setattr(agent, "critic", Mark()),
+        act=lambda agent, rng, obs: agent.numpy_policy(rng)(obs),
         policy=lambda agent, obs: Categorical(logits=agent.actor(obs)),
         refused=(
             ("--env-id toy_envs:Continuous-v0", "ppo_iif_continuous.py"),
             ("--env-id toy_envs:Pixels-v0", "ppo_iif_atari.py"),
+            ("--env-id minigrid:MiniGrid-Empty-8x8-v0", "ppo_iif_minigrid.py"),
         ),
         also_runs=(
             "--env-id toy_envs:Shifted-v0",
             "--env-id toy_envs:Nested-v0",
             "--env-id FrozenLake-v1 --num-envs 2 --num-steps 64",
         ),
+        toy="toy_envs:Toy-v0",
+        mark=lambda obs: obs[..., 0],
+        critic_is_mark=lambda agent: setattr(agent, "critic", Mark()),
     ),
 ]
 
 
 @pytest.fixture(params=SCRIPTS, ids=str, scope="module")
 def script(request):
+    return request.param
+
+
+@pytest.fixture(params=[script for script in SCRIPTS if script.toy], ids=str, scope="module")
+def toy_script(request):
     return request.param
 
 
@@ -105,9 +114,10 @@ class Run(NamedTuple):
     folder: Path  # the new one in runs/, None if there is none
 
 
-def command(script, flags):
-    """The command line; --env-id and the script's own flags come first, so that `flags` overrides them."""
-    return [str(ROOT / script.name), "--env-id", script.env, *script.flags.split(), *shlex.split(flags)]
+def command(script, flags, own=True):
+    """The command line; the row's own environment and flags come first, so that `flags` overrides them."""
+    row = ["--env-id", script.env, *shlex.split(script.flags)] if own else []
+    return [str(ROOT / script.name), *row, *shlex.split(flags)]
 
 
 def environment(**variables):
@@ -118,20 +128,17 @@ def folders(cwd):
     return {path.parent for path in Path(cwd).glob("runs/**/events.out.tfevents.*")}
 
 
-def run(script, flags, cwd, apart=False):
+def run(script, flags, cwd, apart=False, own=True):
     """Run a script to its end in the folder `cwd`, in a process of its own if `apart`.
 
     Else here, by the same file as __main__: a tenth of the time, and random streams that earlier tests have left anywhere.
     """
-    before = folders(cwd)
+    before, argv = folders(cwd), command(script, flags, own)
     if apart:
-        done = subprocess.run(
-            [sys.executable, *command(script, flags)], cwd=cwd, env=environment(), capture_output=True, text=True
-        )
+        done = subprocess.run([sys.executable, *argv], cwd=cwd, env=environment(), capture_output=True, text=True)
         code, out, err = done.returncode, done.stdout, done.stderr
     else:
         code, out, err = 0, io.StringIO(), io.StringIO()
-        argv = command(script, flags)
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             patch.chdir(cwd)
             patch.setattr(sys, "argv", argv)
@@ -147,15 +154,15 @@ def run(script, flags, cwd, apart=False):
     return Run(code, out, err, new.pop() if new else None)
 
 
-def train(script, flags, cwd, apart=False):
-    done = run(script, flags, cwd, apart)
+def train(script, flags, cwd, apart=False, own=True):
+    done = run(script, flags, cwd, apart, own)
     assert done.code == 0, done.err
     return done
 
 
-def refusal(script, flags, cwd, apart=False):
+def refusal(script, flags, cwd, apart=False, own=True):
     """The one line with which a script refuses to go on."""
-    done = run(script, flags, cwd, apart)
+    done = run(script, flags, cwd, apart, own)
     lines = [line for line in done.err.splitlines() if line.strip()]
     assert done.code != 0 and len(lines) == 1 and "Traceback" not in done.err, done
     return lines[0]
@@ -268,7 +275,9 @@ def rounds_of(rows):
 def test_training_logs_every_name(script, arms, arm):
     rows = scalars(arms[arm].folder)
     influence = {f"influence/{name}" for name in INFLUENCE} if arm != "none" else set()
-    expected = {f"charts/{name}" for name in CHARTS} | {f"losses/{name}" for name in LOSSES} | {f"time/{name}" for name in TIME}
+    expected = (
+        {f"charts/{name}" for name in CHARTS} | {f"losses/{name}" for name in LOSSES} | {f"time/{name}" for name in TIME}
+    )
     assert set(rows) == expected | influence
     assert len(rows["charts/episodic_return"]) > 3
     assert np.isfinite([value for points in rows.values() for _, value in points]).all()
@@ -337,10 +346,10 @@ def test_evaluation_does_not_change_training(script, arms, tmp_path):
     assert repeatable(rows) == repeatable(scalars(arms["influence"].folder))
 
 
-@pytest.mark.parametrize("arm", ["influence", "random"])
-def test_scoring_disturbs_nothing(script, arms, arm, tmp_path):
+@pytest.mark.parametrize("filter", ["influence --filter-percent 0", "random --filter-percent 0", "toy_filters:everything"])
+def test_scoring_disturbs_nothing(script, arms, filter, tmp_path):
     """Where it drops nothing, an arm trains as plain PPO does."""
-    nothing_dropped = train(script, f"--filter {arm} --filter-percent 0 --save-model", tmp_path)
+    nothing_dropped = train(script, f"--filter {filter} --save-model", tmp_path)
     assert_same(model(nothing_dropped.folder)["agent"], model(arms["none"].folder)["agent"])
 
 
@@ -361,9 +370,7 @@ def test_a_copied_script_runs(script, tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     flags = command(script, f"--total-timesteps {script.batch}")[1:]
     variables = {k: v for k, v in environment().items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, script.name, *flags], cwd=tmp_path, env=variables, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, script.name, *flags], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "charts/episodic_return" in scalars(folders(tmp_path).pop())
 
@@ -407,7 +414,7 @@ def test_wandb(script, tmp_path):
 
 @pytest.mark.parametrize("flags", ["--optimizer sgd --filter influence", "--optimizer adam --filter random --eval-episodes 1"])
 def test_a_killed_run_ends_as_one_that_was_not(script, flags, tmp_path):
-    flags += f" --save-every 2 --save-model --total-timesteps {40 * script.batch}"
+    flags += f" --save-every 2 --save-model --total-timesteps {30 * script.batch}"
     (tmp_path / "killed").mkdir()
     (tmp_path / "whole").mkdir()
     process = subprocess.Popen(
@@ -420,7 +427,7 @@ def test_a_killed_run_ends_as_one_that_was_not(script, flags, tmp_path):
     assert process.wait() == -signal.SIGKILL
     (checkpoint,) = tmp_path.glob("killed/runs/**/checkpoint.pt")
     reached = torch.load(checkpoint, weights_only=True)["iteration"]
-    assert 2 <= reached < 40
+    assert 2 <= reached < 30
 
     resumed = train(script, f"{flags} --resume {checkpoint}", tmp_path / "killed")
     assert resumed.folder is None  # it goes on in the folder of the run
@@ -433,21 +440,27 @@ def test_a_killed_run_ends_as_one_that_was_not(script, flags, tmp_path):
 @pytest.fixture(scope="module")
 def checkpoint(script, tmp_path_factory):
     """Of the last of four rounds."""
-    return train(script, "--save-every 2", tmp_path_factory.mktemp("checkpoint")).folder / "checkpoint.pt"
+    return train(script, "--save-every 2 --save-model", tmp_path_factory.mktemp("checkpoint")).folder / "checkpoint.pt"
 
 
-def test_resume_with_more_timesteps(script, checkpoint, tmp_path):
-    """A run may be extended, and ends where one of that length would have. Its arguments come from the checkpoint."""
-    path = tmp_path / "runs" / "extended.pt"
-    path.parent.mkdir()
-    shutil.copy(checkpoint, path)
-    extend = f"--total-timesteps {6 * script.batch} --save-model"
-    with pytest.MonkeyPatch.context() as patch:  # with nothing else on the command line
-        patch.setattr(sys.modules[__name__], "command", lambda script, flags: [str(ROOT / script.name), *shlex.split(flags)])
-        extended = train(script, f"--resume {path} {extend}", tmp_path)
+@pytest.mark.parametrize("file", ["checkpoint.pt", "*.cleanrl_model"])
+def test_resume_with_more_timesteps(script, checkpoint, file, tmp_path):
+    """A run may be extended, with no other argument, and ends where one of that length would have."""
+    (file,) = checkpoint.parent.glob(file)
+    more = f"--total-timesteps {6 * script.batch} --save-model"
+    extended = train(script, f"--resume {file} {more}", tmp_path, own=False)
     assert rounds_of(scalars(extended.folder)) == 2
-    straight = train(script, f"--save-every 2 {extend}", tmp_path)
+    straight = train(script, f"--save-every 2 {more}", tmp_path)
     assert_same_end(model(extended.folder), model(straight.folder))
+
+
+def test_resume_logs_no_step_twice(script, tmp_path):
+    begun = train(script, "--save-every 2 --eval-episodes 1", tmp_path).folder
+    train(script, f"--resume {begun}/checkpoint.pt --total-timesteps {6 * script.batch}", tmp_path, own=False)
+    rows = scalars(begun)
+    for name in ("eval/episodic_return", "charts/round"):
+        steps = [step // script.batch for step, _ in rows[name]]
+        assert steps == list(range(0 if name.startswith("eval") else 1, 7))
 
 
 def damage(path, how):
@@ -485,7 +498,7 @@ def test_bad_checkpoints_are_refused(script, checkpoint, how, tmp_path):
 def test_checkpoints_of_other_scripts_are_refused(script, checkpoint, tmp_path):
     for other in SCRIPTS:
         if other.name != script.name:
-            refusal(other, f"--resume {checkpoint} --total-timesteps {100 * script.batch}", tmp_path)
+            refusal(other, f"--resume {checkpoint} --total-timesteps {100 * script.batch}", tmp_path, own=False)
     assert not (tmp_path / "runs").exists()
 
 
@@ -494,9 +507,9 @@ def test_checkpoints_of_other_scripts_are_refused(script, checkpoint, tmp_path):
     [
         ("--seed 7", "--seed"),
         ("--filter none", "--filter"),
-        ("--learning-rate 0.125", "--learning-rate"),
-        ("--optimizer adam", "--optimizer"),
-        ("--num-envs 2", "--num-envs"),
+        ("--gamma 0.5", "--gamma"),
+        ("--update-epochs 7", "--update-epochs"),
+        ("--num-envs 3", "--num-envs"),
         ("--save-every 1", "--save-every"),
         ("--total-timesteps 512", "--total-timesteps"),  # nothing left to do
         ("--total-timesteps 0", "--total-timesteps"),
@@ -572,44 +585,54 @@ def test_a_refusal_as_the_user_sees_it(script, tmp_path):
 
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("what", ["bad_reward", "bad_obs"])
-@pytest.mark.parametrize("value", ["NaN", "Infinity"])
-def test_numbers_that_are_not_finite(script, arm, what, value, tmp_path):
-    """The run ends in that round, with what was logged before on disk."""
-    step = script.batch + 41  # of the second round
+@pytest.mark.parametrize("value", ["NaN", "-Infinity"])
+def test_numbers_that_are_not_finite(toy_script, arm, what, value, tmp_path):
+    """The run ends in that round, names the record, and what was logged before is on disk."""
+    script, step = toy_script, toy_script.batch + 41  # the 41st record of round 1
     env = f"""--env-id {script.toy} --env-kwargs '{{"lengths": [1], "rewards": [1, 2], "{what}": [{step}, {value}]}}'"""
     done = run(script, f"{env} --filter {arm}", tmp_path)
     lines = [line for line in done.err.splitlines() if line.strip()]
     assert done.code != 0 and len(lines) == 1, done
-    record = 40 if what == "bad_reward" else 41
-    assert re.search(r"\bround 1\b", lines[0]) and "not finite" in lines[0]
-    assert re.search(rf"\b1 of {script.batch}\b", lines[0]) and re.search(rf"\brecord {record}\b", lines[0]), lines
+    assert re.search(r"\bround 1\b", lines[0]) and "not finite" in lines[0], lines
+    # an observation is both that after record 40 and that before record 41
+    count, record = ("1", "40") if what == "bad_reward" else ("[12]", "4[01]")
+    assert re.search(rf"\b{count} of {script.batch}\b", lines[0]) and re.search(rf"\brecord {record}\b", lines[0]), lines
     rows = scalars(done.folder)
     assert rows["charts/round"] == [(script.batch, 0)] and len(rows["charts/episodic_return"]) == script.batch
+
+
+def test_scores_that_are_not_finite(toy_script, tmp_path):
+    """Of a round that is finite itself."""
+    assert "round 0" in refusal(toy_script, toy(toy_script, rewards=[1e37, -1e37]), tmp_path)
 
 
 # ---- rollout, advantages
 
 
-def test_rows_are_the_real_steps_in_order(script):
-    s = stage(script, toy(script, lengths=[1, 3, 2], ends=["terminated", "truncated"], rewards=None) + " --num-steps 7 --num-minibatches 1")
+def test_rows_are_the_real_steps_in_order(toy_script):
+    s = stage(
+        toy_script,
+        toy(toy_script, lengths=[1, 3, 2], ends=["terminated", "truncated"], rewards=None)
+        + " --num-steps 7 --num-minibatches 1",
+    )
     assert s.envs.metadata["autoreset_mode"] == gym.vector.AutoresetMode.SAME_STEP
     first, episodes, next_obs = s.rollout()
-    assert script.mark(first["obs"]).flatten().tolist() == [0, 10, 11, 12, 20, 21, 30]
+    assert toy_script.mark(first["obs"]).flatten().tolist() == [0, 10, 11, 12, 20, 21, 30]
     assert first["rewards"].flatten().tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert first["dones"].flatten().tolist() == [True, False, False, True, False, True, True]
     assert first["terminations"].flatten().tolist() == [True, False, False, False, False, True, False]
     assert episodes == [(0, 0, 1.0, 1), (3, 0, 9.0, 3), (5, 0, 11.0, 2), (6, 0, 7.0, 1)]
     second, episodes, _ = s.rollout(next_obs)
-    assert script.mark(second["obs"]).flatten().tolist() == [40, 41, 42, 50, 51, 60, 70]
+    assert toy_script.mark(second["obs"]).flatten().tolist() == [40, 41, 42, 50, 51, 60, 70]
     assert second["rewards"].flatten().tolist() == [8, 9, 10, 11, 12, 13, 14]
     assert episodes == [(2, 0, 27.0, 3), (4, 0, 23.0, 2), (5, 0, 13.0, 1)]
-    assert script.mark(first["obs"]).flatten().tolist() == [0, 10, 11, 12, 20, 21, 30]  # its memory is its own
+    assert toy_script.mark(first["obs"]).flatten().tolist() == [0, 10, 11, 12, 20, 21, 30]  # its memory is its own
 
 
-def test_rows_of_several_environments(script):
-    s = stage(script, toy(script, lengths=[2], rewards=None) + " --num-envs 3 --num-steps 4 --num-minibatches 1")
+def test_rows_of_several_environments(toy_script):
+    s = stage(toy_script, toy(toy_script, lengths=[2], rewards=None) + " --num-envs 3 --num-steps 4 --num-minibatches 1")
     batch, episodes, _ = s.rollout()
-    assert script.mark(batch["obs"]).tolist() == [[0] * 3, [1] * 3, [10] * 3, [11] * 3]
+    assert toy_script.mark(batch["obs"]).tolist() == [[0] * 3, [1] * 3, [10] * 3, [11] * 3]
     assert batch["rewards"].tolist() == [[1] * 3, [2] * 3, [3] * 3, [4] * 3]
     assert episodes == [(1, i, 3.0, 2) for i in range(3)] + [(3, i, 7.0, 2) for i in range(3)]
 
@@ -624,13 +647,15 @@ def test_logprobs_and_values_are_those_of_the_policy(script):
     torch.testing.assert_close(batch["values"], values, atol=1e-5, rtol=1e-5)
 
 
-def test_a_time_limit_of_three(script, tmp_path):
-    done = train(script, toy(script, lengths=[10**6], max_episode_steps=3) + f" --total-timesteps {script.batch}", tmp_path)
+def test_a_time_limit_of_three(toy_script, tmp_path):
+    done = train(
+        toy_script, toy(toy_script, lengths=[10**6], max_episode_steps=3) + f" --total-timesteps {toy_script.batch}", tmp_path
+    )
     lengths = [value for _, value in scalars(done.folder)["charts/episodic_length"]]
-    assert lengths == [3] * (script.batch // 3)
+    assert lengths == [3] * (toy_script.batch // 3)
 
 
-def test_advantages_by_hand(script):
+def test_advantages_by_hand(toy_script):
     """gamma = lambda = 1/2 and V(s) = mark: step by step, with d = r + V(s')/2 - V(s) and A = d + A'/4,
 
     mark  reward  then                    d                    A
@@ -640,20 +665,20 @@ def test_advantages_by_hand(script):
       11       4  truncated at 12         4 + 6 - 11           -1
       20       5  21, the round is over   5 + 10.5 - 20        -4.5
     """
-    env = toy(script, lengths=[2], ends=["terminated", "truncated"], rewards=None)
-    s = stage(script, env + " --num-envs 2 --num-steps 5 --num-minibatches 1 --gamma 0.5 --gae-lambda 0.5")
-    script.critic_is_mark(s.agent)
+    env = toy(toy_script, lengths=[2], ends=["terminated", "truncated"], rewards=None)
+    s = stage(toy_script, env + " --num-envs 2 --num-steps 5 --num-minibatches 1 --gamma 0.5 --gae-lambda 0.5")
+    toy_script.critic_is_mark(s.agent)
     batch = s.round()
     assert batch["values"].view(5, 2).T.tolist() == [[0, 1, 10, 11, 20]] * 2
     assert batch["advantages"].view(5, 2).T.tolist() == [[1.75, 1, -1.75, -1, -4.5]] * 2
     assert batch["returns"].view(5, 2).T.tolist() == [[1.75, 2, 8.25, 10, 15.5]] * 2
 
 
-def test_a_time_limit_bootstraps(script):
+def test_a_time_limit_bootstraps(toy_script):
     """gamma = 1, lambda = 0: A = r + V(s') - V(s), and the mark rises by one a step, at the limit as well."""
-    env = toy(script, lengths=[10**6], max_episode_steps=3)
-    s = stage(script, env + " --num-steps 8 --num-minibatches 1 --gamma 1 --gae-lambda 0")
-    script.critic_is_mark(s.agent)
+    env = toy(toy_script, lengths=[10**6], max_episode_steps=3)
+    s = stage(toy_script, env + " --num-steps 8 --num-minibatches 1 --gamma 1 --gae-lambda 0")
+    toy_script.critic_is_mark(s.agent)
     assert s.round()["advantages"].tolist() == [2] * 8
 
 
@@ -663,8 +688,9 @@ def test_sampling_follows_the_policy(script):
     with torch.no_grad():
         for p in s.agent.parameters():  # far from the uniform policy of the start
             p.add_(0.3 * torch.randn(p.shape, generator=generator()))
-    shape = s.envs.single_observation_space.shape
-    obs = np.random.default_rng(0).normal(size=(64, *shape)).astype(np.float32)
+    space, rng = s.envs.single_observation_space, np.random.default_rng(0)
+    obs = rng.integers(256, size=(64, *space.shape)) if space.dtype == np.uint8 else rng.normal(size=(64, *space.shape))
+    obs = obs.astype(np.uint8 if space.dtype == np.uint8 else np.float32)
 
     class NoNoise:
         def __getattr__(self, name):
@@ -672,13 +698,13 @@ def test_sampling_follows_the_policy(script):
 
     with torch.no_grad():
         policy = script.policy(s.agent, torch.from_numpy(obs))
-    likeliest = s.agent.numpy_policy(NoNoise())(obs)
+    likeliest = script.act(s.agent, NoNoise(), obs)
     assert len(np.unique(likeliest, axis=0)) > 1
     np.testing.assert_allclose(likeliest, policy.mode, atol=1e-5)
 
     n = 20_000
     for i in range(3):
-        actions = torch.from_numpy(s.agent.numpy_policy(np.random.default_rng(i))(np.repeat(obs[i : i + 1], n, axis=0)))
+        actions = torch.from_numpy(script.act(s.agent, np.random.default_rng(i), np.repeat(obs[i : i + 1], n, axis=0)))
         if isinstance(policy, Categorical):
             p = policy.probs[i].double()
             counts = torch.bincount(actions, minlength=len(p))
@@ -699,7 +725,7 @@ def test_scores_equal_a_loop_over_the_records(script, flags):
     The loss takes its advantage normalised among the minibatch_size records that a permutation by the generator puts it with.
     """
     s = stage(script, f"--num-steps 32 {flags}")
-    batch = {name: x.double() if x.is_floating_point() else x for name, x in s.round().items()}
+    batch = {name: x.double() if x.is_floating_point() or name == "obs" else x for name, x in s.round().items()}
     s.agent.double()
     scores = s.stages.score(s.agent, batch, s.args, generator(5))
 
@@ -798,14 +824,14 @@ def test_training_goes_on_after_a_skipped_update(script, tmp_path):
         (dict(lengths=[4], rewards=[1, 2, 3, 4]), "signal", True),  # equal returns, but rewards that differ
     ],
 )
-def test_which_rounds_are_filtered(script, env, when, filtered, tmp_path):
-    flags = f"{toy(script, **env)} --filter-when {when} --filter-percent 100 --total-timesteps {2 * script.batch}"
-    rows = scalars(train(script, flags, tmp_path).folder)
+def test_which_rounds_are_filtered(toy_script, env, when, filtered, tmp_path):
+    flags = f"{toy(toy_script, **env)} --filter-when {when} --filter-percent 100 --total-timesteps {2 * toy_script.batch}"
+    rows = scalars(train(toy_script, flags, tmp_path).folder)
     assert [value for _, value in rows["influence/filtered_round"]] == [filtered] * 2
     kept, negative = rows["influence/records_kept"], rows["influence/negative_fraction"]
     for (_, k), (_, n) in zip(kept, negative):
         assert n > 0
-        assert k == (script.batch - round(n * script.batch) if filtered else script.batch)
+        assert k == (toy_script.batch - round(n * toy_script.batch) if filtered else toy_script.batch)
 
 
 # ---- minibatches, update
@@ -866,8 +892,8 @@ SETTINGS = [
 @pytest.mark.parametrize("flags", SETTINGS)
 def test_update_is_textbook_ppo(script, flags):
     """Every step, parameter by parameter, on half of the records, whose ratios and values have moved away from the rollout's."""
-    one_step = "--num-minibatches 1 --update-epochs 1"
-    s = stage(script, f"--optimizer sgd --learning-rate 0.5 --num-steps 32 {one_step} {flags}")
+    plain = "--clip-coef 0.2 --vf-coef 0.5 --ent-coef 0 --max-grad-norm 0 --norm-adv --no-clip-vloss"
+    s = stage(script, f"--num-steps 32 --num-minibatches 1 --update-epochs 1 {plain} {flags}")
     batch = s.round()
     noise = torch.randn(3, s.args.batch_size, generator=generator())
     batch["logprobs"] = batch["logprobs"] + 0.3 * noise[0]
@@ -948,12 +974,25 @@ def test_a_minibatch_of_one_is_not_normalised(script):
     assert any(not torch.equal(p, before[name]) for name, p in s.agent.named_parameters())
 
 
+def test_target_kl_ends_an_update(script, tmp_path):
+    rows = scalars(train(script, "--filter none --update-epochs 5 --target-kl 1e-12", tmp_path).folder)
+    steps = stage(script).args.num_minibatches
+    assert rows["charts/optimizer_steps"][0][1] in [k * steps for k in (1, 2, 3, 4)]
+
+
+def test_learning_rate_annealing(script, tmp_path):
+    rows = scalars(train(script, "--anneal-lr --learning-rate 0.001", tmp_path).folder)
+    np.testing.assert_allclose(
+        [rate for _, rate in rows["charts/learning_rate"]], [0.001, 0.00075, 0.0005, 0.00025], rtol=1e-6
+    )
+
+
 # ---- evaluation
 
 
 @pytest.mark.parametrize("num_envs", [1, 4])
-def test_evaluation_does_not_favour_short_episodes(script, num_envs):
-    s = stage(script, toy(script, lengths=[1, 60], by_seed=True))
+def test_evaluation_does_not_favour_short_episodes(toy_script, num_envs):
+    s = stage(toy_script, toy(toy_script, lengths=[1, 60], by_seed=True))
     kwargs = dict(lengths=[1, 60], by_seed=True)
     make = s.stages.make_env(s.args.env_id, 0, False, "test", kwargs)
 

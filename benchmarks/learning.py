@@ -1,0 +1,150 @@
+"""Learning curves of the training scripts, one run of each arm: `python -m benchmarks.learning`.
+
+Runs what RUNS lists (in the folder runs/ here; a run that is finished is not run again, one that was killed goes on from its last
+checkpoint), writes one CSV a run and one picture a figure. `--plot` draws the pictures from the CSVs alone. One seed shows
+that a script learns, and nothing about which arm is better.
+"""
+
+import csv
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "learning"
+MUJOCO = "--total-timesteps 1000000 --norm-obs --norm-reward --max-grad-norm 0.5 --anneal-lr --clip-vloss --vf-coef 0.25"
+ARMS = {"influence": "--filter influence", "none": "--filter none"}
+RUNS = {  # figure: (script, arguments, {label of a curve: its arguments}, seeds)
+    "LunarLander": ("ppo_iif", "--eval-episodes 20", ARMS, (101,)),
+    "Acrobot": (
+        "ppo_iif",
+        "--env-id Acrobot-v1 --total-timesteps 40960 --filter-percent 50 --eval-episodes 20",
+        ARMS,
+        (101,),
+    ),
+    "BipedalWalker": ("ppo_iif_continuous", "", ARMS, (101,)),
+    "MiniGrid": (
+        "ppo_iif_minigrid",
+        "--eval-episodes 20",
+        {f"{arm}, / {scale}": f"{flags} --obs-scale {scale}" for scale in (255, 10) for arm, flags in ARMS.items()},
+        (101,),
+    ),
+    "HalfCheetah": (
+        "ppo_iif_continuous",
+        MUJOCO + " --filter none",
+        {
+            "truncation bootstraps": "--env-id HalfCheetah-v5",
+            "truncation as termination": "--env-id benchmarks.envs:HalfCheetahTerminating-v5",
+        },
+        (101, 102, 103),
+    ),
+    "Pong": ("ppo_iif_atari", "--total-timesteps 1000000 --save-every 100", ARMS, (101,)),
+}
+COLUMNS = "figure label seed round global_step eval_return training_return episodes records_kept seconds".split()
+
+
+@dataclass
+class Args:
+    only: tuple[str, ...] = ()
+    """figures to run (default: all)"""
+    seeds: tuple[int, ...] = ()
+    """seeds to run (default: those of the figure)"""
+    labels: tuple[str, ...] = ()
+    """curves to run, by a part of their label (default: all)"""
+    plot: bool = False
+    """only draw the pictures, from the CSVs there are"""
+
+
+def name_of(figure, label, seed):
+    return f"{figure}_{''.join(c if c.isalnum() else '-' for c in label)}_{seed}"
+
+
+def run(figure, label, seed):
+    """One run to its end, and its CSV."""
+    script, arguments, labels, _ = RUNS[figure]
+    name = name_of(figure, label, seed)
+    folders = list(ROOT.glob(f"runs/*__{name}__{seed}__*"))
+    if not any((folder / f"{name}.cleanrl_model").exists() for folder in folders):
+        command = [sys.executable, str(ROOT / f"{script}.py")]
+        checkpoints = [folder / "checkpoint.pt" for folder in folders if (folder / "checkpoint.pt").exists()]
+        if checkpoints:
+            command += ["--resume", str(checkpoints[-1])]
+        else:
+            command += [*arguments.split(), *labels[label].split(), "--seed", str(seed), "--exp-name", name, "--save-model"]
+        with open(RESULTS / f"{name}.log", "w") as log:
+            status = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
+        if status.returncode:
+            sys.exit(f"{name} failed; see {log.name}")
+        folders = list(ROOT.glob(f"runs/*__{name}__{seed}__*"))
+    (folder,) = (folder for folder in folders if (folder / f"{name}.cleanrl_model").exists())
+    write_csv(folder, figure, label, seed)
+
+
+def write_csv(folder, figure, label, seed):
+    """One row a round: return of theta(k) where it was evaluated, mean return of the episodes that ended in round k, ..."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    ends = [step for step, _ in scalars["charts/round"]]
+    evaluations = dict(scalars.get("eval/episodic_return", ()))
+    kept = dict(scalars.get("influence/records_kept", ()))
+    seconds = {step: 0.0 for step in ends}
+    for stage in ("rollout", "scoring", "update"):
+        for step, value in scalars[f"time/{stage}"]:
+            seconds[step] += value
+    with open(RESULTS / f"{name_of(figure, label, seed)}.csv", "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for k, (begin, end) in enumerate(zip([0, *ends], ends)):
+            returns = [value for step, value in scalars["charts/episodic_return"] if begin < step <= end]
+            row = [evaluations.get(begin), np.mean(returns) if returns else None, len(returns), kept.get(end, end - begin)]
+            row = [f"{x:.6g}" if isinstance(x, float) else x for x in row]
+            writer.writerow([figure, label, seed, k, begin, *row, f"{seconds[end]:.4f}"])
+
+
+def plot(figure):
+    """Return against steps: evaluations of theta(k) where there are any, else the mean training return of the last ten rounds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    _, _, labels, _ = RUNS[figure]
+    fig, ax = plt.subplots(figsize=(5, 3.2), dpi=110)
+    for colour, label in enumerate(labels):
+        for i, path in enumerate(sorted(RESULTS.glob(f"{name_of(figure, label, '*')}.csv"))):
+            rows = list(csv.DictReader(open(path)))
+            column = "eval_return" if rows[0]["eval_return"] else "training_return"
+            x = np.array([float(r["global_step"]) for r in rows if r[column]])
+            y = np.array([float(r[column]) for r in rows if r[column]])
+            if column == "training_return":
+                y = np.array([y[max(0, k - 9) : k + 1].mean() for k in range(len(y))])
+            ax.plot(x, y, color=f"C{colour}", label=label if i == 0 else None, lw=1.3)
+    ax.set(title=figure, xlabel="environment steps", ylabel="episodic return")
+    ax.legend(frameon=False, fontsize=8)
+    ax.spines[["top", "right"]].set_visible(False)
+    fig.tight_layout()
+    fig.savefig(RESULTS / f"{figure}.png")
+    plt.close(fig)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    unknown = set(args.only) - set(RUNS)
+    if unknown:
+        sys.exit(f"--only {unknown.pop()}: not one of {', '.join(RUNS)}")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for figure in args.only or RUNS:
+        _, _, labels, seeds = RUNS[figure]
+        for label in labels:
+            for seed in args.seeds or seeds:
+                if not args.plot and (not args.labels or any(part in label for part in args.labels)):
+                    print(f"{figure}, {label}, seed {seed}", flush=True)
+                    run(figure, label, seed)
+        if list(RESULTS.glob(f"{figure}_*.csv")):
+            plot(figure)
