@@ -56,8 +56,10 @@ def influence_scores(agent, record_losses, direction, num_records, *, chunk_size
     without a forward-mode formula is retried with the plain kernels, then by double backward, which is as exact.
     """
     agent, params = _agent_and_params(agent)
+    if not isinstance(direction, dict):
+        raise ValueError(f"direction must be a dict of tensors, as target_gradient returns it, got {_describe(direction)}")
     wrong = [
-        n for n in {**params, **direction} if n not in params or n not in direction or direction[n].shape != params[n].shape
+        n for n in {**params, **direction} if n not in params or getattr(direction.get(n), "shape", None) != params[n].shape
     ]
     if wrong:
         raise ValueError(f"direction must hold one tensor per trainable parameter, of its shape; check {wrong[0]!r}")
@@ -90,10 +92,11 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
         )
     n = _positive("advantages: the number of records", len(advantages))
     _check_finite("advantages", advantages)
-    inds = torch.arange(n) if inds is None else torch.as_tensor(inds).cpu()
-    if inds.shape != (n,) or inds.is_floating_point() or not torch.equal(inds.sort().values, torch.arange(n)):
+    inds = torch.arange(n, device="cpu") if inds is None else torch.as_tensor(inds).cpu()
+    if inds.shape != (n,) or inds.is_floating_point() or not torch.equal(inds.sort().values, torch.arange(n, device="cpu")):
         raise ValueError(f"inds must be a permutation of the {n} records, got {_describe(inds)} that is not one")
 
+    inds = inds.long()
     size = n if minibatch_size is None else min(n, _positive("minibatch_size", minibatch_size))
     normalized = advantages.clone()
     if size > 1:
@@ -109,8 +112,10 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
         def log_pi(i):
             return _vector("logprob", call(i), i)
 
-        direction = _gradient(params, lambda i: (advantages[i] * log_pi(i)).sum() / n, [(i,) for i in chunks])
+        direction = _gradient(params, lambda i: (advantages[i] * log_pi(i)).sum() / n, [(i,) for i in chunks], "logprob")
         products = _products(agent, params, log_pi, direction, chunks)
+    # The direction is the mean of A_i * grad log pi_i, so that its square is known twice.
+    _check_sum(advantages * products / n, sum((v * v).sum() for v in direction.values()))
     scores = normalized * products  # L_i = -A_i * log pi_i, its constant taken out: a product with one is slow in forward mode
     _check_finite("scores", scores)
     return scores
@@ -122,7 +127,9 @@ def action_influence(agent, logprob_of_action, record_losses, num_records, *, ch
     logprob_of_action: logprob_of_action() -> scalar, log pi(a|s) of the chosen state and action.
     The other arguments, the result and the errors are those of influence_scores.
     """
-    direction = target_gradient(agent, logprob_of_action)
+    agent, params = _agent_and_params(agent)
+    with _scoring(agent, logprob_of_action) as call:
+        direction = _gradient(params, call, [()], "logprob_of_action")
     return influence_scores(agent, record_losses, direction, num_records, chunk_size=chunk_size)
 
 
@@ -138,7 +145,7 @@ def filter_bottom(scores, percent, *, of="negative"):
         raise ValueError(f"scores must have the shape [N], got {_describe(scores)}")
     _positive("scores: the number of records", len(scores))
     _check_finite("scores", scores)
-    if not 0 <= percent <= 100:
+    if isinstance(percent, (bool, str)) or percent is None or not 0 <= percent <= 100:
         raise ValueError(f"percent must lie in [0, 100], got {percent}")
     if of not in ("negative", "all"):
         raise ValueError(f"of must be 'negative' or 'all', got {of!r}")
@@ -171,6 +178,8 @@ def log_influence(writer, scores, kept, global_step, *, advantages=None, filtere
         edges = width * np.arange(np.floor(x.min() / width), np.floor(x.max() / width) + 2)
         writer.add_histogram("influence/scores", x.clip(edges[0], edges[-1]), global_step, bins=edges)
         if advantages is not None:
+            if len(advantages) != len(scores):
+                raise ValueError(f"advantages: {len(advantages)} for {len(scores)} scores")
             advantages = torch.as_tensor(advantages).detach().cpu().double().numpy()[finite]
             rank_of_score, rank_of_advantage = _ranks(x), _ranks(advantages)
             if rank_of_score.std() > 0 and rank_of_advantage.std() > 0:  # undefined if either is constant
@@ -183,14 +192,14 @@ def log_influence(writer, scores, kept, global_step, *, advantages=None, filtere
 # ---- how the scores are computed
 
 
-def _gradient(params, target, chunks):
+def _gradient(params, target, chunks, what="target"):
     """Sum over `chunks` (tuples of arguments of target) of the gradient of target, {name: Tensor}."""
     total = {}
     for chunk in chunks:
         value = target(*chunk)
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or not torch.isfinite(value):
-            what = f"{value.item()}" if isinstance(value, torch.Tensor) and value.numel() == 1 else _describe(value)
-            raise ValueError(f"target must return a finite scalar tensor, got {what}")
+            got = f"{value.item()}" if isinstance(value, torch.Tensor) and value.numel() == 1 else _describe(value)
+            raise ValueError(f"{what} must return a finite scalar tensor, got {got}")
         if not value.requires_grad:
             continue
         grads = torch.autograd.grad(value.squeeze(), list(params.values()), allow_unused=True)
@@ -198,7 +207,7 @@ def _gradient(params, target, chunks):
             if grad is not None:
                 total[name] = total[name] + grad if name in total else grad.detach()
     if not total:
-        raise ValueError(f"target: {_INDEPENDENT}")
+        raise ValueError(f"{what}: {_INDEPENDENT}")
     return {name: total[name] if name in total else torch.zeros_like(p) for name, p in params.items()}
 
 
@@ -249,10 +258,13 @@ def _no_grad_stops_tangents():
         torch._C._set_fwd_grad_enabled(enabled)
 
     torch._C._set_grad_enabled = set_both
+    # A torch.library.custom_op skips its autograd, and so drops the tangents silently, where no argument requires a gradient
+    any_requires_grad, torch._C._any_requires_grad = torch._C._any_requires_grad, lambda *_, **__: True
     try:
         yield
     finally:
         torch._C._set_grad_enabled = set_grad_enabled
+        torch._C._any_requires_grad = any_requires_grad
 
 
 def _forward_mode(agent, params, losses, direction, inds):
@@ -276,7 +288,9 @@ def _double_backward(agent, params, losses, direction, inds):
     used = [(grad, direction[name].to(grad.dtype)) for name, grad in zip(params, grads) if grad is not None]
     if not used:
         raise ValueError(f"record_losses: {_INDEPENDENT}")
-    return torch.autograd.grad([grad for grad, _ in used], weights, [v for _, v in used])[0]
+    products = torch.autograd.grad([grad for grad, _ in used], weights, [v for _, v in used])[0]
+    _check_sum(products, sum((grad.detach() * v).sum() for grad, v in used))
+    return products
 
 
 @contextlib.contextmanager
@@ -301,10 +315,8 @@ def _scoring(agent, closure):
     Yields the closure to call. Where its calls drew random numbers or changed buffers, it must still give the same value twice, or
     there is no one function to differentiate: then ValueError.
     """
-    modules = list(agent.modules())
-    # cuDNN's recurrent kernels have a backward in training mode only, and without dropout the two modes are one
-    in_training = [m for m in modules if m.training and not (isinstance(m, nn.RNNBase) and m.dropout == 0)]
-    buffers = [(m, n, b, b.clone(), b._version) for m in modules for n, b in m._buffers.items() if b is not None]
+    modes = [(m, m.training) for m in agent.modules()]
+    buffers = [(m, n, b, b.clone()) for m, _ in modes for n, b in m._buffers.items() if b is not None]
     devices = {p.device for p in agent.parameters() if p.is_cuda}
     calls = []
 
@@ -319,11 +331,12 @@ def _scoring(agent, closure):
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     before = rng()
     try:
-        for m in in_training:
-            m.training = False
+        for m, mode in modes:
+            # cuDNN's recurrent kernels have a backward in training mode only, and without dropout the two modes are one
+            m.training = mode and isinstance(m, nn.RNNBase) and m.dropout == 0
         with eager, torch.inference_mode(False), torch.enable_grad():
             yield call
-            changed = any(m._buffers.get(n) is not b or b._version != version for m, n, b, _, version in buffers)
+            changed = any(m._buffers.get(n) is not b or not torch.equal(b, value) for m, n, b, value in buffers)
             if calls and (changed or not all(map(torch.equal, before, rng()))):
                 with torch.no_grad():
                     if not torch.equal(closure(*calls[0]), closure(*calls[0])):
@@ -332,11 +345,11 @@ def _scoring(agent, closure):
                             " deterministic in evaluation mode, e.g. F.dropout(x, training=self.training), a stored action"
                         )
     finally:
-        for m in in_training:
-            m.training = True
-        for m, n, b, value, version in buffers:
+        for m, mode in modes:
+            m.training = mode
+        for m, n, b, value in buffers:
             m._buffers[n] = b
-            if b._version != version:
+            if not torch.equal(b, value):
                 with torch.no_grad():
                     b.detach_().copy_(value)
         torch.set_rng_state(before[0])
@@ -354,6 +367,8 @@ _INDEPENDENT = (
 
 def _agent_and_params(agent):
     agent = getattr(agent, "_orig_mod", agent)  # of a module from torch.compile: the module
+    if not isinstance(agent, nn.Module):
+        raise ValueError(f"agent must be a torch.nn.Module, got {_describe(agent)}")
     params = {name: p for name, p in agent.named_parameters() if p.requires_grad}
     if not params:
         raise ValueError("agent has no trainable parameters")
@@ -362,11 +377,11 @@ def _agent_and_params(agent):
 
 def _chunks(num_records, chunk_size):
     n = _positive("num_records", num_records)
-    return torch.arange(n).split(n if chunk_size is None else _positive("chunk_size", chunk_size))
+    return torch.arange(n, device="cpu").split(n if chunk_size is None else _positive("chunk_size", chunk_size))
 
 
 def _positive(name, value):
-    if isinstance(value, bool) or int(value) != value or value < 1:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or value % 1 != 0 or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value}")
     return int(value)
 
@@ -375,6 +390,16 @@ def _vector(name, value, inds):
     if not isinstance(value, torch.Tensor) or value.shape != (len(inds),) or not value.is_floating_point():
         raise ValueError(f"{name}(inds) must return a float tensor of shape [{len(inds)}], got {_describe(value)}")
     return value
+
+
+def _check_sum(products, total):
+    """Products whose sum is known otherwise must give it. They do not if an operation's derivative is itself not differentiable, or
+    not the same in forward mode: then RuntimeError. The tolerance leaves room for TF32 and half precision."""
+    error, scale = (products.sum() - total).abs(), products.abs().sum() + total.abs()
+    if error > max(0.01, torch.finfo(products.dtype).eps ** 0.5) * scale:
+        raise RuntimeError(
+            f"an operation of the network has no consistent derivatives: the scores are {float(error / scale):.0%} off"
+        )
 
 
 def _check_finite(name, x):

@@ -200,8 +200,8 @@ def return_influence(r, direction, n):
 
 
 def double_backward(r, direction, n):
-    closure, params = iif_core._Closure(r.agent, r.losses), dict(r.agent.named_parameters())
-    return torch.cat([-iif_core._double_backward(closure, params, direction, inds) for inds in r.chunks(n)])
+    params = dict(r.agent.named_parameters())
+    return torch.cat([-iif_core._double_backward(r.agent, params, r.losses, direction, inds) for inds in r.chunks(n)])
 
 
 def loop(r, direction, n):

@@ -220,6 +220,13 @@ class Stage(NamedTuple):
     envs: Any
     agent: Any
 
+    def moved(self):
+        """With the agent away from the policy of the start, which is nearly uniform."""
+        with torch.no_grad():
+            for p in self.agent.parameters():
+                p.add_(0.15 * torch.randn(p.shape, generator=generator(p.numel())))
+        return self
+
     def rollout(self, next_obs=None, rng=None):
         if next_obs is None:
             next_obs, _ = self.envs.reset(seed=1)
@@ -638,7 +645,7 @@ def test_rows_of_several_environments(toy_script):
 
 
 def test_logprobs_and_values_are_those_of_the_policy(script):
-    s = stage(script, "--num-envs 2 --num-steps 32")
+    s = stage(script, "--num-envs 2 --num-steps 32").moved()
     batch = s.round()
     with torch.no_grad():
         logprobs = script.policy(s.agent, batch["obs"]).log_prob(batch["actions"])
@@ -684,10 +691,7 @@ def test_a_time_limit_bootstraps(toy_script):
 
 def test_sampling_follows_the_policy(script):
     """The policy that acts, of numpy, against the one that is trained, of torch."""
-    s = stage(script)
-    with torch.no_grad():
-        for p in s.agent.parameters():  # far from the uniform policy of the start
-            p.add_(0.3 * torch.randn(p.shape, generator=generator()))
+    s = stage(script).moved()
     space, rng = s.envs.single_observation_space, np.random.default_rng(0)
     obs = rng.integers(256, size=(64, *space.shape)) if space.dtype == np.uint8 else rng.normal(size=(64, *space.shape))
     obs = obs.astype(np.uint8 if space.dtype == np.uint8 else np.float32)
@@ -724,7 +728,7 @@ def test_scores_equal_a_loop_over_the_records(script, flags):
 
     The loss takes its advantage normalised among the minibatch_size records that a permutation by the generator puts it with.
     """
-    s = stage(script, f"--num-steps 32 {flags}")
+    s = stage(script, f"--num-steps 32 {flags}").moved()
     batch = {name: x.double() if x.is_floating_point() or name == "obs" else x for name, x in s.round().items()}
     s.agent.double()
     scores = s.stages.score(s.agent, batch, s.args, generator(5))
@@ -893,7 +897,7 @@ SETTINGS = [
 def test_update_is_textbook_ppo(script, flags):
     """Every step, parameter by parameter, on half of the records, whose ratios and values have moved away from the rollout's."""
     plain = "--clip-coef 0.2 --vf-coef 0.5 --ent-coef 0 --max-grad-norm 0 --norm-adv --no-clip-vloss"
-    s = stage(script, f"--num-steps 32 --num-minibatches 1 --update-epochs 1 {plain} {flags}")
+    s = stage(script, f"--num-steps 32 --num-minibatches 1 --update-epochs 1 {plain} {flags}").moved()
     batch = s.round()
     noise = torch.randn(3, s.args.batch_size, generator=generator())
     batch["logprobs"] = batch["logprobs"] + 0.3 * noise[0]
