@@ -24,6 +24,8 @@ from iif_core import filter_bottom, log_influence, return_influence
 
 gym.register_envs(minigrid)
 
+SCRIPT = "ppo_iif_minigrid.py"
+
 
 @dataclass
 class Args:
@@ -128,6 +130,11 @@ def check_args(args):
     for name in ("seed", "save_every", "eval_episodes", "clip_coef", "max_grad_norm"):
         if not getattr(args, name) >= 0:
             sys.exit(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
+    for name in ("vf_coef", "ent_coef", "target_kl"):
+        if not np.isfinite(getattr(args, name) or 0):
+            sys.exit(f"--{name.replace('_', '-')} must be finite, got {getattr(args, name)}")
+    if args.seed >= 2**63:
+        sys.exit(f"--seed must be less than 2**63, got {args.seed}")
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(args, name) <= 1:
             sys.exit(f"--{name.replace('_', '-')} must lie in [0, 1], got {getattr(args, name)}")
@@ -148,8 +155,8 @@ def check_args(args):
     if args.filter not in ("influence", "random", "none"):
         module, _, function = args.filter.partition(":")
         try:
-            getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError, ValueError) as error:
+            assert callable(getattr(importlib.import_module(module), function)), f"{function} is not a function"
+        except Exception as error:
             sys.exit(f"--filter {args.filter}: not influence, random, none or an importable module:function ({error})")
     try:
         assert isinstance(json.loads(args.env_kwargs), dict)
@@ -359,13 +366,18 @@ def select(batch, args, generator):
         return torch.arange(args.batch_size)
     if args.filter in ("influence", "random"):
         kept = filter_bottom(batch["scores"].cpu(), args.filter_percent, of=args.filter_of)
-        return kept if args.filter == "influence" else torch.randperm(args.batch_size, generator=generator)[: len(kept)]
+        if args.filter == "random":
+            kept = torch.randperm(args.batch_size, generator=generator)[: len(kept)].sort().values
+        return kept
     module, function = args.filter.split(":")
     chosen = torch.as_tensor(getattr(importlib.import_module(module), function)(batch)).cpu()
+    if not chosen.numel():
+        chosen = chosen.long()
     if chosen.is_floating_point():
         good = chosen.shape == (args.batch_size,) and torch.isfinite(chosen).all() and (chosen >= 0).all() and chosen.sum() > 0
     else:
-        good = chosen.dim() == 1 and not ((chosen < 0) | (chosen >= args.batch_size)).any() and chosen.dtype != torch.bool
+        good = chosen.dim() == 1 and not ((chosen < 0) | (chosen >= args.batch_size)).any()
+        good = good and chosen.dtype in (torch.int32, torch.int64)
     if not good:
         raise ValueError(
             f"--filter {args.filter} must return indices of records, or one finite non-negative weight for each of the"
@@ -502,9 +514,11 @@ def parse_args():
         try:
             checkpoint = torch.load(args.resume, weights_only=True)
             saved = Args(**checkpoint["args"])
+            assert checkpoint["script"] == SCRIPT
         except Exception as error:
-            sys.exit(f"--resume {args.resume} is not a whole checkpoint of this script ({type(error).__name__})")
+            sys.exit(f"--resume {args.resume} is not a whole checkpoint of {SCRIPT} ({type(error).__name__})")
         args = tyro.cli(Args, default=saved)
+        args.__post_init__()  # tyro copies the fields that are filled in
         free = {"resume", "total_timesteps", "torch_threads", "cuda", "track", "wandb_project_name", "wandb_entity"}
         free |= {"capture_video", "save_model", "num_iterations"} | ({"eval_episodes"} if args.eval_episodes else set())
         changed = [k for k, v in asdict(args).items() if k not in free and v != getattr(saved, k)]
@@ -549,7 +563,10 @@ if __name__ == "__main__":
     # the counters of a run
     iteration, global_step, optimizer_steps, skipped_updates = 0, 0, 0, 0
     if checkpoint:
-        agent.load_state_dict(checkpoint["agent"])
+        try:
+            agent.load_state_dict(checkpoint["agent"])
+        except RuntimeError:
+            sys.exit(f"--resume {args.resume} holds another network than {SCRIPT} has for --env-id {args.env_id}")
         optimizer.load_state_dict(checkpoint["optimizer"])
         iteration, global_step = checkpoint["iteration"], checkpoint["global_step"]
         optimizer_steps, skipped_updates = checkpoint["optimizer_steps"], checkpoint["skipped_updates"]
@@ -584,6 +601,7 @@ if __name__ == "__main__":
     def state():
         numpy_state = np.random.get_state()
         return {
+            "script": SCRIPT,
             "agent": agent.state_dict(),
             "optimizer": optimizer.state_dict(),
             "args": {k: v for k, v in asdict(args).items() if k not in ("batch_size", "minibatch_size", "num_iterations")},
@@ -613,9 +631,9 @@ if __name__ == "__main__":
     start_time = time.time()
     first_step = global_step
     next_obs = None
+    if args.eval_episodes and not checkpoint:
+        log_evaluation()
     while iteration < args.num_iterations:
-        if args.eval_episodes:
-            log_evaluation()
         if args.anneal_lr:
             frac = 1.0 - iteration / args.num_iterations
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
@@ -630,17 +648,22 @@ if __name__ == "__main__":
         batch, episodes, next_obs = rollout(agent, envs, next_obs, args.num_steps, rollout_rng, device)
         batch = {name: x.flatten(0, 1) for name, x in gae(batch, args.gamma, args.gae_lambda).items()}
         times.append(time.perf_counter())
-        if not torch.isfinite(batch["advantages"]).all():
-            bad = (~torch.isfinite(batch["advantages"])).nonzero().flatten()
-            writer.close()
-            sys.exit(
-                f"round {iteration}: {len(bad)} of {args.batch_size} advantages are not finite, the first at record {bad[0]}:"
-                " a reward or observation of the environment is not, or the networks have diverged (lower --learning-rate)"
-            )
+        for name in ("rewards", "values", "advantages"):
+            bad = (~batch[name].reshape(args.batch_size, -1).isfinite().all(1)).nonzero().flatten()
+            if len(bad):
+                writer.close()
+                sys.exit(
+                    f"round {iteration}: {name} not finite in {len(bad)} of {args.batch_size} records, the first in record"
+                    f" {bad[0]}: the environment's fault, or the networks have diverged (lower --learning-rate)"
+                )
 
         filtered = args.filter != "none"
         if filtered:
-            batch["scores"] = score(agent, batch, args, filter_rng)
+            try:
+                batch["scores"] = score(agent, batch, args, filter_rng)
+            except ValueError as error:
+                writer.close()
+                sys.exit(f"round {iteration}: {error}")
             if args.filter_when == "signal":
                 returns = {episode_return for _, _, episode_return, _ in episodes}
                 filtered = len(returns) > 1 or bool((batch["rewards"] != batch["rewards"][0]).any())
@@ -685,12 +708,12 @@ if __name__ == "__main__":
                 videos.add(video)
                 if video.endswith(".mp4"):
                     wandb.log({"videos": wandb.Video(f"videos/{run_name}/{video}", format="mp4"), "global_step": global_step})
+        if args.eval_episodes:
+            log_evaluation()
         writer.flush()
         if args.save_every and iteration % args.save_every == 0:
             save(f"runs/{run_name}/checkpoint.pt", state())
 
-    if args.eval_episodes:
-        log_evaluation()
     if args.save_model:
         model_path = f"runs/{run_name}/{args.exp_name}.cleanrl_model"
         save(model_path, state())

@@ -436,6 +436,7 @@ def test_a_killed_run_ends_as_one_that_was_not(script, flags, tmp_path):
     reached = torch.load(checkpoint, weights_only=True)["iteration"]
     assert 2 <= reached < 30
 
+    time.sleep(1.1)  # TensorBoard reads event files in the order of their seconds
     resumed = train(script, f"{flags} --resume {checkpoint}", tmp_path / "killed")
     assert resumed.folder is None  # it goes on in the folder of the run
     whole = train(script, flags, tmp_path / "whole")
