@@ -105,6 +105,8 @@ def write_csv(folder, figure, label, seed):
             row = [evaluations.get(begin), np.mean(returns) if returns else None, len(returns), kept.get(end, end - begin)]
             row = [f"{x:.6g}" if isinstance(x, float) else x for x in row]
             writer.writerow([figure, label, seed, k, begin, *row, f"{seconds[end]:.4f}"])
+        if end in evaluations:  # of the policy after the last round
+            writer.writerow([figure, label, seed, k + 1, end, f"{evaluations[end]:.6g}", None, 0, None, None])
 
 
 def plot(figure):
@@ -113,6 +115,7 @@ def plot(figure):
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     _, _, labels, _ = RUNS[figure]
     fig, ax = plt.subplots(figsize=(5, 3.2), dpi=110)
@@ -126,6 +129,8 @@ def plot(figure):
                 y = np.array([y[max(0, k - 9) : k + 1].mean() for k in range(len(y))])
             ax.plot(x, y, color=f"C{colour}", label=label if i == 0 else None, lw=1.3)
     ax.set(title=figure, xlabel="environment steps", ylabel="episodic return")
+    ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.legend(frameon=False, fontsize=8)
     ax.spines[["top", "right"]].set_visible(False)
     fig.tight_layout()
