@@ -213,6 +213,11 @@ def make_envs(args, run_name):
     )
 
 
+def make_eval_envs(args):
+    """The environments that evaluation plays in, apart from training's."""
+    return [make_env(args.env_id, 0, False, None, env_kwargs(args))() for _ in range(min(args.eval_episodes, 32))]
+
+
 def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
     torch.nn.init.orthogonal_(layer.weight, std)
     torch.nn.init.constant_(layer.bias, bias_const)
@@ -549,8 +554,7 @@ if __name__ == "__main__":
 
     # env setup
     envs = make_envs(args, run_name)
-    eval_kwargs = (args.env_id, 0, False, run_name, env_kwargs(args))
-    eval_envs = [make_env(*eval_kwargs)() for _ in range(min(args.eval_episodes, 32))]
+    eval_envs = make_eval_envs(args)
 
     agent = Agent(envs).to(device)
     if args.optimizer == "sgd":

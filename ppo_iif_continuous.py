@@ -259,14 +259,13 @@ def set_statistics(envs, statistics):
 
 def freeze_statistics(eval_envs, envs):
     """Give evaluation the statistics of the training environments' observations, pooled over them, to use and not to update."""
-    for env in eval_envs:
-        for wrapper, name in normalizers(env):
+    seen = [find_wrapper(env, gym.wrappers.NormalizeObservation) for env in envs]
+    for wrapper in (find_wrapper(env, gym.wrappers.NormalizeObservation) for env in eval_envs):
+        if wrapper:
             wrapper.update_running_mean = False
-            first, *others = (getattr(dict_of[name], name) for dict_of in ({n: w for w, n in normalizers(e)} for e in envs))
-            pooled = copy.deepcopy(first)
-            for rms in others:
-                pooled.update_from_moments(rms.mean, rms.var, rms.count)
-            setattr(wrapper, name, pooled)
+            wrapper.obs_rms = copy.deepcopy(seen[0].obs_rms)
+            for other in seen[1:]:
+                wrapper.obs_rms.update_from_moments(other.obs_rms.mean, other.obs_rms.var, other.obs_rms.count)
 
 
 def make_envs(args, run_name):
@@ -283,6 +282,13 @@ def make_envs(args, run_name):
         copy=False,
         autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
     )
+
+
+def make_eval_envs(args):
+    """The environments that evaluation plays in, apart from training's."""
+    env_kwargs = json.loads(args.env_kwargs)
+    thunk = make_env(args.env_id, 0, False, None, env_kwargs, args.gamma, args.norm_obs, norm_reward=False)
+    return [thunk() for _ in range(min(args.eval_episodes, 32))]
 
 
 LOG_SQRT_2PI = 0.5 * np.log(2 * np.pi)
@@ -344,7 +350,7 @@ class Agent(nn.Module):
             for w, b in hidden:
                 x = np.tanh(x @ w + b)
             mean = x @ w_out + b_out
-            return mean + std * rng.standard_normal(mean.shape, dtype=np.float32)
+            return mean + std * rng.standard_normal(size=mean.shape, dtype=np.float32)
 
         return act
 
@@ -414,10 +420,10 @@ def gae(batch, gamma, gae_lambda):
     return batch
 
 
-def score(agent, batch, args):
+def score(agent, batch, args, generator):
     """Influence [batch_size] of the records of a flat round on its return.
 
-    Advantages are normalised over the whole round, as the paper's authors do it for continuous actions.
+    Advantages are normalised over the whole round, as the paper's authors do it for continuous actions: no use for `generator`.
     """
     return return_influence(
         agent,
@@ -618,8 +624,7 @@ if __name__ == "__main__":
 
     # env setup
     envs = make_envs(args, run_name)
-    eval_kwargs = (args.env_id, 0, False, run_name, json.loads(args.env_kwargs), args.gamma, args.norm_obs, False)
-    eval_envs = [make_env(*eval_kwargs)() for _ in range(min(args.eval_episodes, 32))]
+    eval_envs = make_eval_envs(args)
 
     agent = Agent(envs).to(device)
     if args.optimizer == "sgd":
@@ -730,7 +735,7 @@ if __name__ == "__main__":
         filtered = args.filter != "none"
         if filtered:
             try:
-                batch["scores"] = score(agent, batch, args)
+                batch["scores"] = score(agent, batch, args, filter_rng)
             except ValueError as error:
                 writer.close()
                 sys.exit(f"round {iteration}: {error}")

@@ -210,6 +210,12 @@ def make_envs(args, run_name):
     )
 
 
+def make_eval_envs(args):
+    """The environments that evaluation plays in, apart from training's."""
+    thunk = make_env(args.env_id, 0, False, None, json.loads(args.env_kwargs), args.fully_observable)
+    return [thunk() for _ in range(min(args.eval_episodes, 32))]
+
+
 def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
     torch.nn.init.orthogonal_(layer.weight, std)
     torch.nn.init.constant_(layer.bias, bias_const)
@@ -551,8 +557,7 @@ if __name__ == "__main__":
 
     # env setup
     envs = make_envs(args, run_name)
-    eval_kwargs = (args.env_id, 0, False, run_name, json.loads(args.env_kwargs), args.fully_observable)
-    eval_envs = [make_env(*eval_kwargs)() for _ in range(min(args.eval_episodes, 32))]
+    eval_envs = make_eval_envs(args)
 
     agent = Agent(envs, args.obs_scale).to(device)
     if args.optimizer == "sgd":

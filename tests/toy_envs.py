@@ -73,8 +73,24 @@ class Pixels(Toy):
     observation_space = gym.spaces.Box(0, 255, (210, 160, 3), np.uint8)
 
     def show(self, mark):
-        return np.full((210, 160, 3), mark, dtype=np.uint8)
+        return np.full((210, 160, 3), mark % 256, dtype=np.uint8)
 
 
+def grid(**kwargs):
+    """A toy that passes for one of MiniGrid; its marks are modulo 256."""
+    from minigrid.minigrid_env import MiniGridEnv
+
+    class Grid(Toy, MiniGridEnv):
+        observation_space = gym.spaces.Dict({"image": gym.spaces.Box(0, 255, (7, 7, 3), np.uint8)})
+        action_space = gym.spaces.Discrete(7)
+        agent_view_size = 7
+
+        def show(self, mark):
+            return {"image": np.full((7, 7, 3), mark % 256, dtype=np.uint8)}
+
+    return Grid(**kwargs)
+
+
+gym.register("Grid-v0", entry_point=grid)
 for toy in (Toy, Shifted, Continuous, MultiDiscrete, Nested, Pixels):
     gym.register(f"{toy.__name__}-v0", entry_point=toy)
