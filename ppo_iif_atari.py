@@ -150,12 +150,15 @@ def check_args(args):
     if args.filter not in ("influence", "random", "none"):
         module, _, function = args.filter.partition(":")
         try:
-            assert callable(getattr(importlib.import_module(module), function)), f"{function} is not a function"
+            if not callable(getattr(importlib.import_module(module), function)):
+                raise TypeError(f"{function} is not a function")
         except Exception as error:
             sys.exit(f"--filter {args.filter}: not influence, random, none or an importable module:function ({error})")
     try:
-        assert isinstance(json.loads(args.env_kwargs), dict)
-    except (json.JSONDecodeError, AssertionError):
+        is_object = isinstance(json.loads(args.env_kwargs), dict)
+    except json.JSONDecodeError:
+        is_object = False
+    if not is_object:
         sys.exit(f"""--env-kwargs must be a JSON object like '{{"is_slippery": false}}', got {args.env_kwargs}""")
 
 
@@ -517,7 +520,8 @@ def parse_args():
         try:
             checkpoint = torch.load(args.resume, weights_only=True)
             saved = Args(**checkpoint["args"])
-            assert checkpoint["script"] == SCRIPT
+            if checkpoint["script"] != SCRIPT:
+                raise ValueError(f"it is of {checkpoint['script']}")
         except Exception as error:
             sys.exit(f"--resume {args.resume} is not a whole checkpoint of {SCRIPT} ({type(error).__name__})")
         args = tyro.cli(Args, default=saved)
@@ -608,7 +612,7 @@ if __name__ == "__main__":
             "optimizer": optimizer.state_dict(),
             "args": {k: v for k, v in asdict(args).items() if k not in ("batch_size", "minibatch_size", "num_iterations")},
             "run_name": run_name,
-            "wandb_id": wandb.run.id if args.track else None,
+            "wandb_id": wandb.run.id if args.track else checkpoint and checkpoint["wandb_id"],
             "iteration": iteration,
             "global_step": global_step,
             "optimizer_steps": optimizer_steps,

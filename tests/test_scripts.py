@@ -26,7 +26,7 @@ import pytest
 import torch
 import toy_filters
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Independent, Normal
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -43,6 +43,11 @@ class Mark(torch.nn.Module):
         return obs[..., :1]
 
 
+def grid_values_are_marks(agent):
+    logits_and_value = agent.get_logits_and_value
+    agent.get_logits_and_value = lambda obs: (logits_and_value(obs)[0], obs[..., 0, 0, :1].float())
+
+
 @dataclasses.dataclass
 class Script:
     name: str
@@ -53,7 +58,7 @@ class Script:
     act: Callable[[Any, Any, Any], Any]
     # agent, obs [n, *shape] -> pi(.|s), of batch shape [n]
     policy: Callable[[Any, torch.Tensor], torch.distributions.Distribution]
-    scores_whole_round: bool = False  # normalises advantages over the round and not in minibatches, with no generator
+    scores_whole_round: bool = False  # normalises the advantages in the scores over the round, not in minibatches
     refused: tuple = ()  # (flags, what the message must hold), beside what all scripts refuse
     also_runs: tuple = ()  # flags of unusual environments that the script can learn
     # A script that takes any environment is tested with toy_envs.Toy as well.
@@ -92,6 +97,57 @@ SCRIPTS = [
         toy="toy_envs:Toy-v0",
         mark=lambda obs: obs[..., 0],
         critic_is_mark=lambda agent: setattr(agent, "critic", Mark()),
+    ),
+    Script(
+        name="ppo_iif_continuous.py",
+        env="Pendulum-v1",
+        flags="""--no-cuda --num-steps 128 --num-minibatches 16 --update-epochs 2 --total-timesteps 512
+            --norm-obs --norm-reward --env-kwargs '{"max_episode_steps": 30}'""",
+        batch=128,
+        act=lambda agent, rng, obs: agent.numpy_policy(rng)(obs),
+        policy=lambda agent, obs: Independent(Normal(agent.actor_mean(obs), agent.actor_logstd.exp()), 1),
+        scores_whole_round=True,
+        refused=(
+            ("--env-id CartPole-v1 --env-kwargs {}", "ppo_iif.py"),
+            ("--env-id toy_envs:Toy-v0 --env-kwargs {}", "ppo_iif.py"),
+        ),
+        also_runs=("--env-id BipedalWalker-v3 --env-kwargs {}", "--num-envs 2 --num-steps 64"),
+        toy="toy_envs:Continuous-v0 --no-norm-obs --no-norm-reward",
+        mark=lambda obs: obs[..., 0],
+        critic_is_mark=lambda agent: setattr(agent, "critic", Mark()),
+    ),
+    Script(
+        name="ppo_iif_minigrid.py",
+        env="MiniGrid-Empty-5x5-v0",
+        flags="""--no-cuda --num-steps 128 --num-minibatches 16 --update-epochs 2 --total-timesteps 512 --filter-when always
+            --env-kwargs '{"max_steps": 30}'""",
+        batch=128,
+        act=lambda agent, rng, obs: agent.policy(rng)(obs)[0],
+        policy=lambda agent, obs: Categorical(logits=agent.get_logits_and_value(obs)[0]),
+        refused=(
+            ("--env-id CartPole-v1 --env-kwargs {}", "ppo_iif.py"),
+            ("--env-id toy_envs:Continuous-v0 --env-kwargs {}", "ppo_iif_continuous.py"),
+            ("--obs-scale 0", "--obs-scale"),
+        ),
+        also_runs=("--fully-observable", "--num-envs 2 --num-steps 64"),
+        toy="toy_envs:Grid-v0",
+        mark=lambda obs: obs[..., 0, 0, 0],
+        toy_is_float=False,
+        critic_is_mark=grid_values_are_marks,
+    ),
+    Script(
+        name="ppo_iif_atari.py",
+        env="PongNoFrameskip-v4",
+        flags="""--no-cuda --torch-threads 1 --num-envs 2 --num-steps 32 --num-minibatches 16 --update-epochs 1 --no-anneal-lr
+            --total-timesteps 256 --filter-when always --env-kwargs '{"max_num_frames_per_episode": 60}'""",
+        batch=64,
+        act=lambda agent, rng, obs: agent.policy(rng)(obs)[0],
+        policy=lambda agent, obs: Categorical(logits=agent.get_logits_and_value(obs)[0]),
+        refused=(
+            ("--env-id CartPole-v1 --env-kwargs {}", "ppo_iif.py"),
+            ("--env-id toy_envs:Pixels-v0 --env-kwargs {}", "not an Atari game"),
+        ),
+        also_runs=("--env-id ALE/Freeway-v5",),
     ),
 ]
 
@@ -301,7 +357,7 @@ def test_training_logs_every_name(script, arms, arm):
     histograms = EventAccumulator(str(arms[arm].folder)).Reload().Tags()["histograms"]
     assert histograms == (["influence/scores"] if arm != "none" else [])
     returns = re.findall(r"^global_step=(\d+), episodic_return=(\S+)$", arms[arm].out, re.MULTILINE)
-    assert [(int(step), float(value)) for step, value in returns] == rows["charts/episodic_return"]
+    np.testing.assert_allclose(np.array(returns, dtype=float), rows["charts/episodic_return"], rtol=1e-6)
     assert len(re.findall(r"^SPS: \d+$", arms[arm].out, re.MULTILINE)) == rounds
 
 
@@ -411,7 +467,7 @@ def test_wandb(script, tmp_path):
     assert [row["global_step"] for row in rows] == [script.batch, 2 * script.batch]
     points = dict(scalars(folders(tmp_path).pop())["charts/episodic_return"])
     for row in rows:
-        assert row["charts/episodic_return"] == points[row["global_step"]]
+        assert row["charts/episodic_return"] == pytest.approx(points[row["global_step"]])
         assert sum(row["influence/scores/values"]) == script.batch
         assert np.isfinite(row["influence/score_mean"]) and np.isfinite(row["losses/policy_loss"])
     config = offline_wandb.config(file)
@@ -423,28 +479,26 @@ def test_wandb(script, tmp_path):
 
 @pytest.mark.parametrize("flags", ["--optimizer sgd --filter influence", "--optimizer adam --filter random --eval-episodes 1"])
 def test_a_killed_run_ends_as_one_that_was_not(script, flags, tmp_path):
-    flags += f" --save-every 2 --save-model --total-timesteps {30 * script.batch}"
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "whole").mkdir()
-    process = subprocess.Popen(
-        [sys.executable, *command(script, flags)], cwd=tmp_path / "killed", env=environment(), stdout=subprocess.DEVNULL
-    )
-    while not list(tmp_path.glob("killed/runs/**/checkpoint.pt")):
+    flags += f" --save-every 2 --save-model --total-timesteps {14 * script.batch}"
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed.mkdir()
+    whole.mkdir()
+    with open(tmp_path / "out", "w") as out:
+        process = subprocess.Popen([sys.executable, "-u", *command(script, flags)], cwd=killed, env=environment(), stdout=out)
+    while (tmp_path / "out").read_text().count("SPS:") < 3:  # the third is logged, but not in the checkpoint
         assert process.poll() is None
         time.sleep(0.005)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    (checkpoint,) = tmp_path.glob("killed/runs/**/checkpoint.pt")
-    reached = torch.load(checkpoint, weights_only=True)["iteration"]
-    assert 2 <= reached < 30
+    (checkpoint,) = killed.glob("runs/**/checkpoint.pt")
+    assert 2 <= torch.load(checkpoint, weights_only=True)["iteration"] < 14
 
     time.sleep(1.1)  # TensorBoard reads event files in the order of their seconds
-    resumed = train(script, f"{flags} --resume {checkpoint}", tmp_path / "killed")
+    resumed = train(script, f"{flags} --resume {checkpoint}", killed)
     assert resumed.folder is None  # it goes on in the folder of the run
-    whole = train(script, flags, tmp_path / "whole")
-    assert_same_end(model(checkpoint.parent), model(whole.folder))
-    rows, expected = scalars(checkpoint.parent), scalars(whole.folder)
-    assert repeatable(rows) == repeatable(expected)
+    straight = train(script, flags, whole).folder
+    assert_same_end(model(checkpoint.parent), model(straight))
+    assert repeatable(scalars(checkpoint.parent)) == repeatable(scalars(straight))
 
 
 @pytest.fixture(scope="module")
@@ -465,13 +519,13 @@ def test_resume_with_more_timesteps(script, checkpoint, file, tmp_path):
 
 
 def test_resume_logs_no_step_twice(script, tmp_path):
-    begun = train(script, "--save-every 2 --eval-episodes 1", tmp_path).folder
+    """Also where the run had gone on after its checkpoint."""
+    begun = train(script, f"--save-every 2 --eval-episodes 1 --total-timesteps {5 * script.batch}", tmp_path).folder
     time.sleep(1.1)  # as above
     train(script, f"--resume {begun}/checkpoint.pt --total-timesteps {6 * script.batch}", tmp_path, own=False)
     rows = scalars(begun)
-    for name in ("eval/episodic_return", "charts/round"):
-        steps = [step // script.batch for step, _ in rows[name]]
-        assert steps == list(range(0 if name.startswith("eval") else 1, 7))
+    for name, first in (("eval/episodic_return", 0), ("charts/round", 1), ("influence/score_mean", 1)):
+        assert [step for step, _ in rows[name]] == [script.batch * k for k in range(first, 7)]
 
 
 def damage(path, how):
@@ -662,6 +716,13 @@ def test_logprobs_and_values_are_those_of_the_policy(script):
     torch.testing.assert_close(batch["values"], values, atol=1e-5, rtol=1e-5)
 
 
+def test_episodes_are_logged_at_their_step(toy_script, tmp_path):
+    """Over all environments; the last of a round at its end, beside the round's other numbers."""
+    flags = "--num-envs 3 --num-steps 5 --num-minibatches 1 --total-timesteps 30"
+    rows = scalars(train(toy_script, f"{toy(toy_script, lengths=[2])} {flags}", tmp_path).folder)
+    assert [step for step, _ in rows["charts/episodic_return"]] == [6] * 3 + [12, 12, 15] + [18] * 3 + [24] * 3 + [30] * 3
+
+
 def test_a_time_limit_of_three(toy_script, tmp_path):
     done = train(
         toy_script, toy(toy_script, lengths=[10**6], max_episode_steps=3) + f" --total-timesteps {toy_script.batch}", tmp_path
@@ -700,9 +761,11 @@ def test_a_time_limit_bootstraps(toy_script):
 def test_sampling_follows_the_policy(script):
     """The policy that acts, of numpy, against the one that is trained, of torch."""
     s = stage(script).moved()
-    space, rng = s.envs.single_observation_space, np.random.default_rng(0)
-    obs = rng.integers(256, size=(64, *space.shape)) if space.dtype == np.uint8 else rng.normal(size=(64, *space.shape))
-    obs = obs.astype(np.uint8 if space.dtype == np.uint8 else np.float32)
+    shape, rng = (64, *s.envs.single_observation_space.shape), np.random.default_rng(0)
+    if s.envs.single_observation_space.dtype == np.uint8:  # images, bright and dark
+        obs = (255 * rng.random(shape) * rng.random((64, *[1] * (len(shape) - 1))) ** 4).astype(np.uint8)
+    else:
+        obs = rng.normal(size=shape).astype(np.float32)
 
     class NoNoise:
         def __getattr__(self, name):
@@ -730,17 +793,17 @@ def test_sampling_follows_the_policy(script):
 # ---- scores, selection
 
 
-@pytest.mark.parametrize("flags", ["", "--no-norm-adv", "--num-envs 2 --num-minibatches 4"])
+@pytest.mark.parametrize("flags", ["", "--no-norm-adv", "--num-envs 2 --num-steps 8"])
 def test_scores_equal_a_loop_over_the_records(script, flags):
     """In double precision: minus the product of the gradients of a record's loss and of the target, one record at a time.
 
-    The loss takes its advantage normalised among the minibatch_size records that a permutation by the generator puts it with, or
-    over the whole round.
+    The loss takes its advantage normalised over the whole round, or among the minibatch_size records that a permutation by the
+    generator puts it with.
     """
-    s = stage(script, f"--num-steps 32 {flags}").moved()
+    s = stage(script, f"--num-envs 1 --num-steps 16 --num-minibatches 4 {flags}").moved()
     batch = {name: x.double() if x.is_floating_point() or name == "obs" else x for name, x in s.round().items()}
     s.agent.double()
-    scores = s.stages.score(s.agent, batch, s.args, *([] if script.scores_whole_round else [generator(5)]))
+    scores = s.stages.score(s.agent, batch, s.args, generator(5))
 
     advantages, n = batch["advantages"], s.args.batch_size
     normalized = advantages.clone()
@@ -774,7 +837,7 @@ def test_random_drops_as_many_as_influence(script):
     influence = s.stages.select(batch, dataclasses.replace(s.args, filter="influence"), generator(1))
 
     dropped = int(0.4 * (batch["scores"] < 0).sum())
-    assert dropped > 10
+    assert dropped > 5
     assert len(influence) == len(first) == len(second) == s.args.batch_size - dropped
     assert set(influence.tolist()) == set(batch["scores"].argsort()[dropped:].tolist())
     chosen = [set(x.tolist()) for x in (first, second, again, influence)]
@@ -799,7 +862,10 @@ def test_a_filter_of_ones_own(script, tmp_path):
 
 @pytest.mark.parametrize(
     "rule",
-    "one_weight_too_few negative_weight nan_weight zero_weights mask bytes_mask out_of_range negative_index two_dimensional".split(),
+    [
+        *("one_weight_too_few", "negative_weight", "nan_weight", "zero_weights", "mask", "bytes_mask"),
+        *("out_of_range", "negative_index", "two_dimensional"),
+    ],
 )
 def test_wrong_filters(script, rule):
     s = stage(script, f"--filter toy_filters:{rule}")
@@ -872,7 +938,8 @@ def test_minibatches(script):
     assert cut(kept[:0]) == []
     # with few minibatches, nearly equal parts and nobody sits out
     assert cut(kept, num_minibatches=4) == [n // 4] * 4
-    assert sorted(cut(kept[:103], num_minibatches=4)) == [25, 26, 26, 26]
+    k = n // 5
+    assert sorted(cut(kept[: 4 * k + 3], num_minibatches=4)) == [k, k + 1, k + 1, k + 1]
     assert cut(kept[:3], num_minibatches=4) == [1, 1, 1]
     assert cut(kept[:0], num_minibatches=4) == []
     assert cut(kept, num_minibatches=1) == [n]
@@ -905,7 +972,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("flags", SETTINGS)
 def test_update_is_textbook_ppo(script, flags):
-    """Every step, parameter by parameter, on half of the records, whose ratios and values have moved away from the rollout's."""
+    """Parameter by parameter, on half of the records, whose ratios and values have moved away from those of the rollout."""
     plain = "--clip-coef 0.2 --vf-coef 0.5 --ent-coef 0 --max-grad-norm 0 --norm-adv --no-clip-vloss"
     s = stage(script, f"--num-steps 32 --num-minibatches 1 --update-epochs 1 {plain} {flags}").moved()
     batch = s.round()
@@ -914,7 +981,7 @@ def test_update_is_textbook_ppo(script, flags):
     batch["values"] = batch["values"] + noise[1]
     batch["advantages"] = 2 * noise[2] + 1
     kept = torch.arange(0, s.args.batch_size, 2)
-    sgd = torch.optim.SGD(s.agent.parameters(), lr=0.5)
+    sgd = torch.optim.SGD(s.agent.parameters(), lr=0.002)
 
     start = {name: x.clone() for name, x in s.agent.state_dict().items()}
     losses, steps = s.stages.update(s.agent, sgd, batch, kept, s.args, generator(7))
@@ -947,10 +1014,11 @@ def test_update_is_textbook_ppo(script, flags):
                 assert (norm > s.args.max_grad_norm) == (s.args.max_grad_norm < 1)
             with torch.no_grad():
                 for p, g in zip(params.values(), grads):
-                    p -= 0.5 * g
+                    p -= 0.002 * g
     for name, p in params.items():
-        assert not torch.equal(p, start[name]), name
-        torch.testing.assert_close(result[name], p.detach(), atol=2e-6, rtol=2e-5, msg=lambda text: f"{name}: {text}")
+        step = p.detach() - start[name]
+        assert step.abs().max() > 0, name
+        assert (result[name] - p).abs().max() < 0.002 * step.abs().max() + 1e-7, name
     torch.testing.assert_close(losses["policy_loss"], policy_loss.item(), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(losses["value_loss"], errors.mean().item(), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(losses["entropy"], entropy.item(), atol=1e-5, rtol=1e-4)

@@ -32,7 +32,7 @@ class Toy(gym.Env):
         return self.show(self.bad_obs[1] if self.steps == self.bad_obs[0] else 10 * self.episode + self.t)
 
     def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+        gym.Env.reset(self, seed=seed)
         self.episode, self.t = self.episode + 1, 0
         i = self.np_random.integers(len(self.lengths)) if self.by_seed else self.episode % len(self.lengths)
         self.length = self.lengths[i]
@@ -40,7 +40,7 @@ class Toy(gym.Env):
         return self.observe(), {}
 
     def step(self, action):
-        assert self.action_space.contains(action), f"{action} is not in {self.action_space}"
+        assert np.isnan(action).any() or self.action_space.contains(action), f"{action} is not in {self.action_space}"
         self.t, self.steps = self.t + 1, self.steps + 1
         reward = self.steps if self.rewards is None else self.rewards[(self.steps - 1) % len(self.rewards)]
         reward = float(self.bad_reward[1] if self.steps == self.bad_reward[0] else reward)
@@ -83,7 +83,7 @@ def grid(**kwargs):
     class Grid(Toy, MiniGridEnv):
         observation_space = gym.spaces.Dict({"image": gym.spaces.Box(0, 255, (7, 7, 3), np.uint8)})
         action_space = gym.spaces.Discrete(7)
-        agent_view_size = 7
+        agent_view_size, window = 7, None
 
         def show(self, mark):
             return {"image": np.full((7, 7, 3), mark % 256, dtype=np.uint8)}
