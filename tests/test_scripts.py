@@ -825,6 +825,29 @@ def test_scores_equal_a_loop_over_the_records(script, flags):
     torch.testing.assert_close(scores.double(), expected, atol=1e-8 * expected.abs().max().item(), rtol=1e-6)
 
 
+def test_the_critic_has_no_part_in_the_scores(script):
+    """They run over the policy's head and over the trunk, where the two share one."""
+    s = stage(script).moved()
+    batch, shared = s.round(), [p for name, p in s.agent.named_parameters() if name.startswith("network.")]
+
+    def scores():
+        return s.stages.score(s.agent, batch, s.args, generator())
+
+    before = scores()
+    with torch.no_grad():
+        for p in s.agent.critic.parameters():
+            p.normal_(generator=generator(p.numel()))
+    assert torch.equal(scores(), before)
+    policy = [p for name, p in s.agent.named_parameters() if not name.startswith("critic.")]
+    for p in policy:
+        with torch.no_grad():
+            kept = p.clone()
+            p += 0.01
+            assert not torch.equal(scores(), before)
+            p.copy_(kept)
+    assert bool(shared) == (script.name in ("ppo_iif_minigrid.py", "ppo_iif_atari.py"))
+
+
 def test_random_drops_as_many_as_influence(script):
     s = stage(script, "--filter random --filter-percent 40")
     batch = {**s.round(), "scores": torch.randn(s.args.batch_size, generator=generator())}
