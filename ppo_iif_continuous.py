@@ -776,8 +776,8 @@ if __name__ == "__main__":
             losses["explained_variance"] = np.nan if var_y == 0 else 1 - residual / var_y
         for name, value in losses.items():
             writer.add_scalar(f"losses/{name}", value, global_step)
-        for name, seconds in zip(("rollout", "scoring", "update"), np.diff(times)):
-            writer.add_scalar(f"time/{name}", seconds, global_step)
+        for name, seconds in zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)):
+            writer.add_scalar(name, seconds, global_step)
         sps = int((global_step - first_step) / (time.time() - start_time))
         print("SPS:", sps)
         writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], global_step)
