@@ -29,8 +29,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 def target_gradient(agent, target, num_records=None, *, chunk_size=None):
     """Gradient of a target function with respect to the trainable parameters of `agent`.
 
-    target: with num_records None, target() is the scalar target. Otherwise target(inds) is the scalar share of the records `inds`
-        (LongTensor on the CPU), and the target is the sum of the shares over chunks of `chunk_size` records.
+    target: with num_records None, target() is the scalar target. Otherwise target(inds) is the scalar share of the records
+        `inds` (LongTensor on the CPU), and the target is the sum of the shares over chunks of `chunk_size` records.
     Returns {parameter name: gradient}; zeros for a parameter that the target does not use.
     Raises ValueError if the target is not a finite scalar or does not depend on the parameters.
     """
@@ -44,8 +44,8 @@ def influence_scores(agent, record_losses, direction, num_records, *, chunk_size
 
     record_losses: record_losses(inds) -> Tensor[len(inds)], the losses (to be minimised) of the records `inds` (LongTensor on
         the CPU) at the agent's current parameters. A loss may depend on its own record only: what couples records, like the
-        normalisation of advantages, is computed before and enters as a constant. Any loss will do; PPO with an entropy bonus is
-            lambda inds: -adv[inds] * (logp := logprob(inds)) - ent_coef * entropy(inds)
+        normalisation of advantages, is computed before and enters as a constant. Any loss will do; with an entropy bonus it is
+            lambda inds: -adv[inds] * logprob(inds) - ent_coef * entropy(inds)
     direction: {parameter name: Tensor}, as target_gradient returns it.
     chunk_size: records per call of record_losses (None: all). Bounds the memory, does not change the scores.
     Returns Tensor[num_records].
@@ -77,9 +77,10 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
     logprob: logprob(inds) -> Tensor[len(inds)], log pi(a|s) of the actions taken in the records `inds`, at the agent's current
         parameters, which must be those that collected the round (every PPO ratio is 1, so that clipping is inactive and the
         gradient of a record's loss is - A * grad log pi).
-    advantages: Tensor[N], the raw advantage estimates. The target uses them as they are; the losses use them normalised (unbiased
-        std + 1e-8) within consecutive minibatches of `minibatch_size` records in the order of `inds`, or over the whole round if
-        minibatch_size is None. A last minibatch shorter than two joins the one before it; minibatches of one are not normalised.
+    advantages: Tensor[N], the raw advantage estimates. The target uses them as they are; the losses use them normalised
+        (unbiased std + 1e-8) within consecutive minibatches of `minibatch_size` records in the order of `inds`, or over the
+        whole round if minibatch_size is None. A last minibatch shorter than two joins the one before it; minibatches of one
+        are not normalised.
     inds: permutation of 0..N-1 (default: as stored). It orders the normalisation only: score i is that of record i.
     Rows that are not records (padding, reset rows of a vector environment) must be left out before the call.
     Returns Tensor[N]. Raises ValueError as influence_scores does, and on non-finite advantages.
@@ -157,8 +158,8 @@ def filter_bottom(scores, percent, *, of="negative"):
 def log_influence(writer, scores, kept, global_step, *, advantages=None, filtered=True):
     """Log the `influence/*` rows of one round through a TensorBoard SummaryWriter (W&B: sync_tensorboard=True).
 
-    scores: [N]; kept: the indices trained on; advantages: [N] raw, for their Spearman correlation with the scores; filtered: False
-    if the round was left whole by choice. Only finite scores enter; the others are counted in influence/nonfinite.
+    scores: [N]; kept: the indices trained on; advantages: [N] raw, for their Spearman correlation with the scores; filtered:
+    False if the round was left whole by choice. Only finite scores enter; the others are counted in influence/nonfinite.
     """
     scores = torch.as_tensor(scores).detach().cpu().double().numpy()
     finite = np.isfinite(scores)
@@ -172,8 +173,8 @@ def log_influence(writer, scores, kept, global_step, *, advantages=None, filtere
     if len(x):
         row |= {"negative_fraction": (x < 0).mean(), "score_mean": x.mean(), "score_std": x.std()}
         row |= {"score_min": x.min(), "score_max": x.max()}
-        # Bins of one width with an edge at zero, so that harmful and helpful records never share one. All-equal scores get a width
-        # of their own scale.
+        # Bins of one width with an edge at zero, so that harmful and helpful records never share one. All-equal scores get a
+        # width of their own scale.
         width = max(x.max() - x.min(), 1e-6 * np.abs(x).max(), 1e-30) / 64
         edges = width * np.arange(np.floor(x.min() / width), np.floor(x.max() / width) + 2)
         writer.add_histogram("influence/scores", x.clip(edges[0], edges[-1]), global_step, bins=edges)
@@ -248,8 +249,8 @@ def _lent(agent, tensors):
 def _no_grad_stops_tangents():
     """Let no_grad in a closure cut the derivative in forward mode as it does in reverse mode; by itself it would not.
 
-    Every Python way to switch gradients calls torch._C._set_grad_enabled. (A TorchFunctionMode could watch for it without replacing
-    it, but costs a quarter of a forward and backward pass of a small network.)
+    Every Python way to switch gradients calls torch._C._set_grad_enabled. (A TorchFunctionMode could watch for it without
+    replacing it, but costs a quarter of a forward and backward pass of a small network.)
     """
     set_grad_enabled = torch._C._set_grad_enabled
 
@@ -312,8 +313,8 @@ def _plain_kernels():
 def _scoring(agent, closure):
     """Evaluate `closure` with the agent in evaluation mode, eagerly and with gradients; then put everything back.
 
-    Yields the closure to call. Where its calls drew random numbers or changed buffers, it must still give the same value twice, or
-    there is no one function to differentiate: then ValueError.
+    Yields the closure to call. Where its calls drew random numbers or changed buffers, it must still give the same value
+    twice, or there is no one function to differentiate: then ValueError.
     """
     modes = [(m, m.training) for m in agent.modules()]
     buffers = [(m, n, b, b.clone()) for m, _ in modes for n, b in m._buffers.items() if b is not None]
@@ -341,8 +342,8 @@ def _scoring(agent, closure):
                 with torch.no_grad():
                     if not torch.equal(closure(*calls[0]), closure(*calls[0])):
                         raise ValueError(
-                            "the closure gives another value at each call (random numbers, or a buffer that it updates): make it"
-                            " deterministic in evaluation mode, e.g. F.dropout(x, training=self.training), a stored action"
+                            "the closure gives another value at each call (random numbers, or a buffer that it updates): make"
+                            " it deterministic in evaluation mode, e.g. F.dropout(x, training=self.training), a stored action"
                         )
     finally:
         for m, mode in modes:
@@ -393,8 +394,8 @@ def _vector(name, value, inds):
 
 
 def _check_sum(products, total):
-    """Products whose sum is known otherwise must give it. They do not if an operation's derivative is itself not differentiable, or
-    not the same in forward mode: then RuntimeError. The tolerance leaves room for TF32 and half precision."""
+    """RuntimeError if products do not have the sum that is known otherwise: an operation has no second derivative, or another
+    one in forward mode. The tolerance leaves room for TF32 and half precision."""
     error, scale = (products.sum() - total).abs(), products.abs().sum() + total.abs()
     if error > max(0.01, torch.finfo(products.dtype).eps ** 0.5) * scale:
         raise RuntimeError(

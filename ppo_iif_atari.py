@@ -38,7 +38,8 @@ class Args:
     cuda: bool = True
     """if toggled, cuda will be used where there is one"""
     torch_threads: int = 1
-    """CPU threads of torch; more are faster only where no other process wants the cores, and several times slower where one does"""
+    """CPU threads of torch; more are faster only where no other process wants the cores, and several times slower where one
+    does"""
     track: bool = False
     """if toggled, this experiment will be tracked with Weights and Biases"""
     wandb_project_name: str = "ppo-iif"
@@ -96,14 +97,15 @@ class Args:
 
     # Influence-based filtering
     filter: str = "influence"
-    """influence (IIF), none (plain PPO), random (as many dropped as IIF would, at random), or `module:function`: gets the round (a
-    dict of its tensors, scores included), returns the indices to keep, or a sampling weight per record"""
+    """influence (IIF), none (plain PPO), random (as many dropped as IIF would, at random), or `module:function`: gets the
+    round (a dict of its tensors, scores included), returns the indices to keep, or a sampling weight per record"""
     filter_percent: float = 12.5
     """percentage of the records with a negative score (see filter_of) to drop, the most negative first"""
     filter_of: Literal["negative", "all"] = "negative"
     """what filter_percent counts: the records with a negative score, or all"""
     filter_when: Literal["signal", "always"] = "signal"
-    """signal leaves a round whole if all its rewards are equal and so are the returns of its episodes; always is the paper's rule"""
+    """signal leaves a round whole if all its rewards are equal and so are the returns of its episodes; always is the paper's
+    rule"""
     eval_episodes: int = 0
     """evaluate the policy of every round over so many episodes of sampled actions, in environments of their own (0: never)"""
 
@@ -293,8 +295,8 @@ class Agent(nn.Module):
 def rollout(agent, envs, next_obs, num_steps, rng, device="cpu"):
     """Collect one round with the agent's current policy, theta(k).
 
-    Returns the round, a dict of tensors [num_steps, num_envs, ...] on `device`; its finished games, a list of (step, env, return,
-    length) with the raw return; and the observations [num_envs, 4, 84, 84] to begin the next round with.
+    Returns the round, a dict of tensors [num_steps, num_envs, ...] on `device`; its finished games, a list of (step, env,
+    return, length) with the raw return; and the observations [num_envs, 4, 84, 84] to begin the next round with.
     """
     num_envs, space = envs.num_envs, envs.single_observation_space
     obs = np.empty((num_steps + 1, num_envs, 4, 84, 84), dtype=np.uint8)
@@ -393,8 +395,8 @@ def select(batch, args, generator):
 def minibatches(selection, args, generator):
     """The minibatches of one epoch, index tensors over a fresh shuffle of the selected records.
 
-    All are of minibatch_size, and what is left over sits this epoch out. With few minibatches that would cost a filtered round much
-    of its data: fewer than 16 are nearly equal parts instead.
+    All are of minibatch_size, and what is left over sits this epoch out. With few minibatches that would cost a filtered round
+    much of its data: fewer than 16 are nearly equal parts instead.
     """
     if selection.is_floating_point():
         inds = torch.multinomial(selection, len(selection), replacement=True, generator=generator)
@@ -470,7 +472,8 @@ def update(agent, optimizer, batch, selection, args, generator):
 
 
 def evaluate(agent, envs, num_episodes, seed):
-    """Returns [num_episodes] of episodes with sampled actions, played side by side in the list `envs`; all randomness from `seed`."""
+    """Returns [num_episodes] of episodes with sampled actions, played side by side in the list `envs`; all randomness from
+    `seed`."""
     rng = np.random.default_rng(seed)
     act = agent.policy(rng)
     seeds = rng.integers(2**31, size=num_episodes).tolist()
@@ -514,7 +517,8 @@ def save(path, state):
 
 
 def parse_args():
-    """The arguments of the command line; with --resume, on top of those of the checkpoint. Returns them with the checkpoint."""
+    """The arguments of the command line; with --resume, on top of those of the checkpoint. Returns them with the
+    checkpoint."""
     args, checkpoint = tyro.cli(Args), None
     if args.resume:
         try:
@@ -530,9 +534,8 @@ def parse_args():
         free |= {"capture_video", "save_model", "num_iterations"} | ({"eval_episodes"} if args.eval_episodes else set())
         changed = [k for k, v in asdict(args).items() if k not in free and v != getattr(saved, k)]
         if changed:
-            sys.exit(
-                f"--resume goes on with the run's own --{changed[0].replace('_', '-')} {getattr(saved, changed[0])}; leave it out"
-            )
+            flag, value = changed[0].replace("_", "-"), getattr(saved, changed[0])
+            sys.exit(f"--resume goes on with the run's own --{flag} {value}; leave it out")
         if checkpoint["iteration"] >= args.num_iterations:
             sys.exit(f"--resume {args.resume}: all {args.num_iterations} rounds are done; raise --total-timesteps to go on")
     check_args(args)
@@ -644,7 +647,8 @@ if __name__ == "__main__":
             frac = 1.0 - iteration / args.num_iterations
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
 
-        # What is inside an environment cannot be saved, so every checkpoint begins fresh episodes, in a run that goes on as well.
+        # What is inside an environment cannot be saved, so every checkpoint begins fresh episodes, in a run that goes on as
+        # well.
         if iteration == 0:
             next_obs, _ = envs.reset(seed=args.seed)
         elif next_obs is None or (args.save_every and iteration % args.save_every == 0):

@@ -97,14 +97,15 @@ class Args:
 
     # Influence-based filtering
     filter: str = "influence"
-    """influence (IIF), none (plain PPO), random (as many dropped as IIF would, at random), or `module:function`: gets the round (a
-    dict of its tensors, scores included), returns the indices to keep, or a sampling weight per record"""
+    """influence (IIF), none (plain PPO), random (as many dropped as IIF would, at random), or `module:function`: gets the
+    round (a dict of its tensors, scores included), returns the indices to keep, or a sampling weight per record"""
     filter_percent: float = 6.25
     """percentage of the records with a negative score (see filter_of) to drop, the most negative first"""
     filter_of: Literal["negative", "all"] = "negative"
     """what filter_percent counts: the records with a negative score, or all"""
     filter_when: Literal["signal", "always"] = "signal"
-    """signal leaves a round whole if all its rewards are equal and so are the returns of its episodes; always is the paper's rule"""
+    """signal leaves a round whole if all its rewards are equal and so are the returns of its episodes; always is the paper's
+    rule"""
     eval_episodes: int = 0
     """evaluate the policy of every round over so many episodes of sampled actions, in environments of their own (0: never)"""
 
@@ -204,7 +205,7 @@ def check_env(args):
     try:
         env = gym.make(args.env_id, **json.loads(args.env_kwargs))
     except Exception as error:
-        sys.exit(f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}': {error} (the id of another package is module:id)")
+        sys.exit(f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}': {error} (ids of other packages are module:id)")
     if not isinstance(env.action_space, gym.spaces.Box) or len(env.action_space.shape) != 1:
         discrete = isinstance(env.action_space, gym.spaces.Discrete)
         other = "use ppo_iif.py, ppo_iif_minigrid.py or ppo_iif_atari.py" if discrete else "no script here takes it"
@@ -264,7 +265,8 @@ def set_statistics(envs, statistics):
 
 
 def freeze_statistics(eval_envs, envs):
-    """Give evaluation the statistics of the training environments' observations, pooled over them, to use and not to update."""
+    """Give evaluation the statistics of the training environments' observations, pooled over them, to use and not to
+    update."""
     seen = [find_wrapper(env, gym.wrappers.NormalizeObservation) for env in envs]
     for wrapper in (find_wrapper(env, gym.wrappers.NormalizeObservation) for env in eval_envs):
         if wrapper:
@@ -344,7 +346,8 @@ class Agent(nn.Module):
     def numpy_policy(self, rng):
         """The sampling policy as a function of numpy observations [n, obs_dim] -> actions [n, action_dim], drawing from `rng`.
 
-        A forward pass of torch on one observation is nearly all overhead; the same arithmetic in numpy takes a quarter of the time.
+        A forward pass of torch on one observation is nearly all overhead; the same arithmetic in numpy takes a quarter of the
+        time.
         """
         layers = [
             (m.weight.detach().cpu().numpy().T, m.bias.detach().cpu().numpy()) for m in self.actor_mean if hasattr(m, "weight")
@@ -364,8 +367,8 @@ class Agent(nn.Module):
 def rollout(agent, envs, next_obs, num_steps, rng, device="cpu"):
     """Collect one round with the agent's current policy, theta(k).
 
-    Returns the round, a dict of tensors [num_steps, num_envs, ...] on `device`; its finished episodes, a list of (step, env, return,
-    length); and the observations [num_envs, obs_dim] to begin the next round with.
+    Returns the round, a dict of tensors [num_steps, num_envs, ...] on `device`; its finished episodes, a list of (step, env,
+    return, length); and the observations [num_envs, obs_dim] to begin the next round with.
     """
     num_envs, space = envs.num_envs, envs.single_observation_space
     obs = np.empty((num_steps + 1, num_envs, *space.shape), dtype=np.float32)
@@ -429,7 +432,8 @@ def gae(batch, gamma, gae_lambda):
 def score(agent, batch, args, generator):
     """Influence [batch_size] of the records of a flat round on its return.
 
-    Advantages are normalised over the whole round, as the paper's authors do it for continuous actions: no use for `generator`.
+    Advantages are normalised over the whole round, as the paper's authors do it for continuous actions: no use for
+    `generator`.
     """
     return return_influence(
         agent,
@@ -468,8 +472,8 @@ def select(batch, args, generator):
 def minibatches(selection, args, generator):
     """The minibatches of one epoch, index tensors over a fresh shuffle of the selected records.
 
-    All are of minibatch_size, and what is left over sits this epoch out. With few minibatches that would cost a filtered round much
-    of its data: fewer than 16 are nearly equal parts instead.
+    All are of minibatch_size, and what is left over sits this epoch out. With few minibatches that would cost a filtered round
+    much of its data: fewer than 16 are nearly equal parts instead.
     """
     if selection.is_floating_point():
         inds = torch.multinomial(selection, len(selection), replacement=True, generator=generator)
@@ -545,7 +549,8 @@ def update(agent, optimizer, batch, selection, args, generator):
 
 
 def evaluate(agent, envs, num_episodes, seed):
-    """Returns [num_episodes] of episodes with sampled actions, played side by side in the list `envs`; all randomness from `seed`."""
+    """Returns [num_episodes] of episodes with sampled actions, played side by side in the list `envs`; all randomness from
+    `seed`."""
     rng = np.random.default_rng(seed)
     act = agent.numpy_policy(rng)
     seeds = rng.integers(2**31, size=num_episodes).tolist()
@@ -587,7 +592,8 @@ def save(path, state):
 
 
 def parse_args():
-    """The arguments of the command line; with --resume, on top of those of the checkpoint. Returns them with the checkpoint."""
+    """The arguments of the command line; with --resume, on top of those of the checkpoint. Returns them with the
+    checkpoint."""
     args, checkpoint = tyro.cli(Args), None
     if args.resume:
         try:
@@ -603,9 +609,8 @@ def parse_args():
         free |= {"capture_video", "save_model", "num_iterations"} | ({"eval_episodes"} if args.eval_episodes else set())
         changed = [k for k, v in asdict(args).items() if k not in free and v != getattr(saved, k)]
         if changed:
-            sys.exit(
-                f"--resume goes on with the run's own --{changed[0].replace('_', '-')} {getattr(saved, changed[0])}; leave it out"
-            )
+            flag, value = changed[0].replace("_", "-"), getattr(saved, changed[0])
+            sys.exit(f"--resume goes on with the run's own --{flag} {value}; leave it out")
         if checkpoint["iteration"] >= args.num_iterations:
             sys.exit(f"--resume {args.resume}: all {args.num_iterations} rounds are done; raise --total-timesteps to go on")
     check_args(args)
@@ -720,7 +725,8 @@ if __name__ == "__main__":
             frac = 1.0 - iteration / args.num_iterations
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
 
-        # What is inside an environment cannot be saved, so every checkpoint begins fresh episodes, in a run that goes on as well.
+        # What is inside an environment cannot be saved, so every checkpoint begins fresh episodes, in a run that goes on as
+        # well.
         if iteration == 0:
             next_obs, _ = envs.reset(seed=args.seed)
         elif next_obs is None or (args.save_every and iteration % args.save_every == 0):

@@ -1,8 +1,8 @@
 """Learning curves of the training scripts, one run of each arm: `python -m benchmarks.learning`.
 
-Runs what RUNS lists (in the folder runs/ here; a run that is finished is not run again, one that was killed goes on from its last
-checkpoint), writes one CSV a run and one picture a figure. `--plot` draws the pictures from the CSVs alone. One seed shows
-that a script learns, and nothing about which arm is better.
+Runs what RUNS lists (in the folder runs/ here; a run that is finished is not run again, one that was killed goes on from its
+last checkpoint), writes one CSV a run and one picture a figure. `--plot` draws the pictures from the CSVs alone. One seed
+shows that a script learns, and nothing about which arm is better.
 """
 
 import csv
@@ -110,7 +110,8 @@ def write_csv(folder, figure, label, seed):
 
 
 def plot(figure):
-    """Return against steps: evaluations of theta(k) where there are any, else the mean training return of the last ten rounds."""
+    """Return against steps: evaluations of theta(k) where there are any, else the mean training return of the last ten
+    rounds."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,9 @@
 """A plain PPO loop in the shape of CleanRL's ppo.py: what the training scripts' speed is measured against.
 
-Per step: one forward pass of actor and critic with torch.distributions, copies between numpy and torch, and the storage tensors;
-then GAE in torch and the epochs over shuffled minibatches with CleanRL's diagnostics. It logs through a SummaryWriter as CleanRL
-does. Its environments are the training script's own (for Atari cheaper than CleanRL's, which resizes in colour). It is a yardstick of speed, not a baseline of
-returns: truncations count as terminations.
+Per step: one forward pass of actor and critic with torch.distributions, copies between numpy and torch, and the storage
+tensors; then GAE in torch and the epochs over shuffled minibatches with CleanRL's diagnostics. It logs through a SummaryWriter
+as CleanRL does. Its environments are the training script's own (for Atari cheaper than CleanRL's, which resizes in colour). It
+is a yardstick of speed, not a baseline of returns: truncations count as terminations.
 """
 
 import importlib
@@ -132,7 +132,8 @@ AGENTS = {
 
 
 def train(envs, agent_class, args, writer):
-    """Train on the vector environment with the hyper-parameters of `args` (a training script's Args). Returns seconds per round."""
+    """Train on the vector environment with the hyper-parameters of `args` (a training script's Args). Returns seconds per
+    round."""
     device = torch.device("cpu")
     agent = agent_class(envs).to(device)
     if args.optimizer == "sgd":

@@ -24,10 +24,10 @@ import gc
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Optional
-from collections.abc import Callable
 
 import numpy as np
 import torch

@@ -1,10 +1,11 @@
 """How fast the training scripts are: `python -m benchmarks.throughput`.
 
-Each row of WORKLOADS is run as a plain CleanRL-shaped loop (benchmarks/plain_ppo.py), as its script with --filter none, and with
---filter influence: the same environment, hyper-parameters, logging and one torch thread, each in a process of its own, in turn,
---repeats times. Seconds are those of whole rounds, evaluation off, the first WARMUP of each process left out (imports). Ratios are
-taken within a repeat, so that a machine whose speed drifts does not favour anyone; their median is reported. Scoring is given as a
-share of the `none` arm's update, and the peak memory (RSS) of each process as a ratio to the `none` arm's.
+Each row of WORKLOADS is run as a plain CleanRL-shaped loop (benchmarks/plain_ppo.py), as its script with `--filter none`, and
+with `--filter influence`: the same environment, hyper-parameters, logging and one torch thread, each in a process of its own,
+in turn, `--repeats` times. Seconds are those of whole rounds, evaluation off, the first WARMUP of each process left out
+(imports). Ratios are taken within a repeat, so that a machine whose speed drifts does not favour anyone; their median is
+reported. Scoring is given as a share of the `none` arm's update, and the peak memory (RSS) of each process as a ratio to the
+`none` arm's.
 """
 
 import csv
@@ -88,8 +89,8 @@ def table(path=RESULTS):
         return median(float(x[column_a]) / float(y[column_b]) for x, y in zip(a, b))
 
     lines = [
-        "| workload | steps/s: plain loop | `none` | IIF | `none` / plain | IIF / `none`, time of a round | rollout / scoring / update"
-        " of IIF, ms | scoring / update of `none` | peak RSS of `none`, MB | IIF / `none`, RSS |",
+        "| workload | steps/s: plain loop | `none` | IIF | `none` / plain | IIF / `none`, time of a round"
+        " | rollout / scoring / update of IIF, ms | scoring / update of `none` | peak RSS of `none`, MB | IIF / `none`, RSS |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for workload, arms in rows.items():

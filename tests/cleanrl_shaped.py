@@ -1,4 +1,5 @@
-"""A script in the shape of CleanRL's ppo.py, cut down to what the README's five lines touch: `python cleanrl_shaped.py` trains."""
+"""A script in the shape of CleanRL's ppo.py, cut down to what the README's five lines touch: `python cleanrl_shaped.py`
+trains."""
 
 import os
 from types import SimpleNamespace

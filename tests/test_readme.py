@@ -35,7 +35,7 @@ def test_five_lines_add_iif_to_a_script(tmp_path):
         if old is None:
             script = script.replace("import gymnasium as gym\n", "\n".join(["import gymnasium as gym", *new, ""]), 1)
         else:
-            (line,) = [line for line in script.splitlines() if line.strip() == old]
+            (line,) = (line for line in script.splitlines() if line.strip() == old)
             indent = line[: len(line) - len(line.lstrip())]
             script = script.replace(line, "\n".join(indent + added for added in new))
     (tmp_path / "script.py").write_text(script)

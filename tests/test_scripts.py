@@ -138,9 +138,9 @@ SCRIPTS = [
     Script(
         name="ppo_iif_atari.py",
         env="PongNoFrameskip-v4",
-        flags="""--no-cuda --torch-threads 1 --num-envs 2 --num-steps 32 --num-minibatches 16 --update-epochs 1 --no-anneal-lr
-            --total-timesteps 256 --filter-when always --env-kwargs '{"max_num_frames_per_episode": 60}'""",
-        batch=64,
+        flags="""--no-cuda --torch-threads 1 --num-envs 2 --num-steps 16 --num-minibatches 16 --update-epochs 1 --no-anneal-lr
+            --total-timesteps 128 --filter-when always --env-kwargs '{"max_num_frames_per_episode": 60}'""",
+        batch=32,
         act=lambda agent, rng, obs: agent.policy(rng)(obs)[0],
         policy=lambda agent, obs: Categorical(logits=agent.get_logits_and_value(obs)[0]),
         refused=(

@@ -9,11 +9,11 @@ class Toy(gym.Env):
 
     lengths, ends: of the first, second, ... episode since the environment was made, over and over; an end is "terminated" or
         "truncated". With by_seed, an episode's length is instead chosen among `lengths` by the seed that it was reset with.
-    rewards: of the first, second, ... step since the environment was made, over and over; None: the number of the step, from 1.
-    bad_reward, bad_obs: (number, value) of one step that has this reward, or shows this mark.
+    rewards: of the first, second, ... step since the environment was made, over and over; None: the number of the step, from
+    1. bad_reward, bad_obs: (number, value) of one step that has this reward, or shows this mark.
 
-    The observation's mark is 10 * episode + steps taken in it, both from 0: the first episode shows 0, 1, 2, ..., the second 10,
-    11, ..., the observation after the last step included.
+    The observation's mark is 10 * episode + steps taken in it, both from 0: the first episode shows 0, 1, 2, ..., the second
+    10, 11, ..., the observation after the last step included.
     """
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (3,))
