@@ -125,6 +125,8 @@ class Args:
 
 def check_args(args):
     """Refuse arguments that cannot work, before anything is started."""
+    if "/" in args.exp_name:
+        sys.exit(f"--exp-name {args.exp_name}: a slash would make folders of it")
     for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads"):
         if getattr(args, name) < 1:
             sys.exit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
@@ -176,7 +178,7 @@ def derive_seed(*key):
 def make_env(env_id, idx, capture_video, run_name, env_kwargs, fully_observable):
     def thunk():
         video = capture_video and idx == 0
-        env = gym.make(env_id, **({"render_mode": "rgb_array"} if video else {}), **env_kwargs)
+        env = gym.make(env_id, **(env_kwargs | ({"render_mode": "rgb_array"} if video else {})))
         if video:
             env = gym.wrappers.RecordVideo(env, f"videos/{run_name}")
         env = gym.wrappers.RecordEpisodeStatistics(env)
@@ -389,7 +391,7 @@ def select(batch, args, generator):
         good = chosen.dim() == 1 and not ((chosen < 0) | (chosen >= args.batch_size)).any()
         good = good and chosen.dtype in (torch.int32, torch.int64)
     if not good:
-        raise ValueError(
+        sys.exit(
             f"--filter {args.filter} must return indices of records, or one finite non-negative weight for each of the"
             f" {args.batch_size} records, not all zero; got {chosen.dtype} {list(chosen.shape)}"
         )
@@ -684,6 +686,11 @@ if __name__ == "__main__":
 
         losses, steps = update(agent, optimizer, batch, selection, args, shuffle_rng)
         times.append(time.perf_counter())
+        if not all(p.isfinite().all() for p in agent.parameters()):
+            writer.close()
+            sys.exit(
+                f"round {iteration}: the update has made the weights not finite; lower --learning-rate {args.learning_rate}"
+            )
 
         # TRY NOT TO MODIFY: record everything for plotting purposes
         for n, (t, i, episodic_return, episodic_length) in enumerate(episodes, start=1):

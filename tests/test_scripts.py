@@ -600,6 +600,7 @@ REFUSED = [
     ("--update-epochs 0", "--update-epochs"),
     ("--torch-threads 0", "--torch-threads"),
     ("--seed -1", "--seed"),
+    ("--exp-name a/b", "--exp-name"),
     (f"--seed {10**30}", "--seed"),
     ("--save-every -1", "--save-every"),
     ("--eval-episodes -1", "--eval-episodes"),
@@ -668,6 +669,15 @@ def test_numbers_that_are_not_finite(script, arm, what, value, tmp_path):
     assert re.search(rf"\b{count} of {script.batch}\b", lines[0]) and re.search(rf"\brecord {record}\b", lines[0]), lines
     rows = scalars(done.folder)
     assert rows["charts/round"] == [(script.batch, 0)] and len(rows["charts/episodic_return"]) == script.batch
+
+
+def test_weights_that_are_not_finite(script, tmp_path):
+    """They are not saved."""
+    flags = "--optimizer sgd --learning-rate 1e30 --save-every 1 --save-model"
+    assert re.search(r"round \d.*--learning-rate", refusal(script, flags, tmp_path))
+    for path in tmp_path.glob("runs/**/checkpoint.pt"):
+        assert all(p.isfinite().all() for p in torch.load(path, weights_only=True)["agent"].values())
+    assert not list(tmp_path.glob("runs/**/*.cleanrl_model"))
 
 
 def test_scores_that_are_not_finite(toy_script, tmp_path):
