@@ -12,7 +12,7 @@ Three things are independent here: what is attributed (the losses of the records
 (the direction: the raw gradient is TracIn, a preconditioned one is another method).
 
 Source: Hu et al., "A Snapshot of Influence: A Local Data Attribution Framework for Online Reinforcement Learning",
-NeurIPS 2025, arXiv 2505.19281: sections 3 (targets, scores) and 5.1 (the filter).
+NeurIPS 2025, arXiv 2505.19281: sections 3 (targets, scores) and 5.1 (the filter). Needs torch 2.6 or later; tested with 2.13.
 """
 
 import contextlib
@@ -42,10 +42,10 @@ def target_gradient(agent, target, num_records=None, *, chunk_size=None):
 def influence_scores(agent, record_losses, direction, num_records, *, chunk_size=None):
     """Scores score_i = - < grad L_i, direction >, exact for any network that does not mix records (paper section 3.2).
 
-    record_losses: record_losses(inds) -> Tensor[len(inds)], the losses (to be minimised) of the records `inds` (LongTensor on
-        the CPU) at the agent's current parameters. A loss may depend on its own record only: what couples records, like the
-        normalisation of advantages, is computed before and enters as a constant. Any loss will do; with an entropy bonus it is
-            lambda inds: -adv[inds] * logprob(inds) - ent_coef * entropy(inds)
+    record_losses: record_losses(inds) -> Tensor[len(inds)], the losses (to be minimised) of the records `inds` (consecutive
+        ones, a LongTensor on the CPU) at the agent's current parameters. A loss may depend on its own record only: what
+        couples records, like the normalisation of advantages, is computed before and enters as a constant. Any loss will do;
+            with an entropy bonus it is lambda inds: -adv[inds] * logprob(inds) - ent_coef * entropy(inds)
     direction: {parameter name: Tensor}, as target_gradient returns it.
     chunk_size: records per call of record_losses (None: all). Bounds the memory, does not change the scores.
     Returns Tensor[num_records].

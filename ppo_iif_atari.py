@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Literal, Optional
+from typing import Literal
 
 import ale_py
 import gymnasium as gym
@@ -133,8 +133,8 @@ def check_args(args):
     for name in ("vf_coef", "ent_coef", "target_kl"):
         if not np.isfinite(getattr(args, name) or 0):
             sys.exit(f"--{name.replace('_', '-')} must be finite, got {getattr(args, name)}")
-    if args.seed >= 2**63:
-        sys.exit(f"--seed must be less than 2**63, got {args.seed}")
+    if args.seed >= 2**32:
+        sys.exit(f"--seed must be less than 2**32, got {args.seed}")
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(args, name) <= 1:
             sys.exit(f"--{name.replace('_', '-')} must lie in [0, 1], got {getattr(args, name)}")
@@ -167,7 +167,7 @@ def check_args(args):
 
 
 def derive_seed(*key):
-    """A seed for each key of non-negative integers; different keys give independent streams."""
+    """A seed for each key of integers from 0 to 2**32 - 1, for independent streams. (Zeros at its end make no difference.)"""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
@@ -178,9 +178,8 @@ def make_env(env_id, idx, capture_video, run_name, env_kwargs):
         if video:
             env = gym.wrappers.RecordVideo(env, f"videos/{run_name}")
         env = gym.wrappers.RecordEpisodeStatistics(env)  # inside: raw rewards, whole games
-        env = AtariWrapper(
-            env
-        )  # no-ops, skip 4 with max of the last 2, life loss ends an episode, fire, 84x84 grey, sign of reward
+        # no-ops, skip 4 with the max of the last 2, life loss ends an episode, fire, 84x84 grey, sign of the reward
+        env = AtariWrapper(env)
         env = gym.wrappers.TransformObservation(env, lambda frame: frame[..., 0], gym.spaces.Box(0, 255, (84, 84), np.uint8))
         return gym.wrappers.FrameStackObservation(env, 4)
 
@@ -190,7 +189,7 @@ def make_env(env_id, idx, capture_video, run_name, env_kwargs):
 def check_env(args):
     """Refuse an environment that this script cannot learn, with one line that says which can."""
     try:
-        env = gym.make(args.env_id, **env_kwargs(args))
+        env = gym.make(args.env_id, **make_env_kwargs(args))
     except Exception as error:
         sys.exit(f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}': {error}")
     if not isinstance(env.unwrapped, ale_py.AtariEnv):
@@ -206,7 +205,7 @@ def check_env(args):
     env.close()
 
 
-def env_kwargs(args):
+def make_env_kwargs(args):
     return {**({"frameskip": 1} if args.env_id.startswith("ALE/") else {}), **json.loads(args.env_kwargs)}
 
 
@@ -214,7 +213,7 @@ def make_envs(args, run_name):
     # SAME_STEP: the row after an episode's end is the first of a new one. (Gymnasium's default, NEXT_STEP, puts a row into the
     # batch that nobody acted in, and a filter would earn credit for dropping it.)
     return gym.vector.SyncVectorEnv(
-        [make_env(args.env_id, i, args.capture_video, run_name, env_kwargs(args)) for i in range(args.num_envs)],
+        [make_env(args.env_id, i, args.capture_video, run_name, make_env_kwargs(args)) for i in range(args.num_envs)],
         copy=False,
         autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
     )
@@ -222,7 +221,7 @@ def make_envs(args, run_name):
 
 def make_eval_envs(args):
     """The environments that evaluation plays in, apart from training's."""
-    return [make_env(args.env_id, 0, False, None, env_kwargs(args))() for _ in range(min(args.eval_episodes, 32))]
+    return [make_env(args.env_id, 0, False, None, make_env_kwargs(args))() for _ in range(min(args.eval_episodes, 32))]
 
 
 def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
@@ -300,7 +299,7 @@ def rollout(agent, envs, next_obs, num_steps, rng, device="cpu"):
     Returns the round, a dict of tensors [num_steps, num_envs, ...] on `device`; its finished games, a list of (step, env,
     return, length) with the raw return; and the observations [num_envs, 4, 84, 84] to begin the next round with.
     """
-    num_envs, space = envs.num_envs, envs.single_observation_space
+    num_envs = envs.num_envs
     obs = np.empty((num_steps + 1, num_envs, 4, 84, 84), dtype=np.uint8)
     actions = np.empty((num_steps, num_envs), dtype=np.int64)
     logprobs, rewards = (np.empty((num_steps, num_envs), dtype=np.float32) for _ in range(2))
@@ -358,9 +357,8 @@ def score(agent, batch, args, generator):
     """Influence [batch_size] of the records of a flat round on its return, advantages normalised as training does it."""
     return return_influence(
         agent,
-        lambda inds: agent.get_logprob(
-            *(batch[k][inds[0] : inds[-1] + 1] for k in ("obs", "actions"))
-        ),  # a run of records: no copy
+        # The records of a chunk are consecutive, and a slice is not copied.
+        lambda inds: agent.get_logprob(*(batch[k][inds[0] : inds[-1] + 1] for k in ("obs", "actions"))),
         batch["advantages"],
         minibatch_size=args.minibatch_size if args.norm_adv else 1,  # alone in its minibatch, a record is not normalised
         inds=torch.randperm(args.batch_size, generator=generator),
@@ -370,8 +368,6 @@ def score(agent, batch, args, generator):
 
 def select(batch, args, generator):
     """What to train on: indices of the records to keep, or a sampling weight [batch_size] per record."""
-    if args.filter == "none":
-        return torch.arange(args.batch_size)
     if args.filter in ("influence", "random"):
         kept = filter_bottom(batch["scores"].cpu(), args.filter_percent, of=args.filter_of)
         if args.filter == "random":
@@ -482,9 +478,8 @@ def evaluate(agent, envs, num_episodes, seed):
     returns, obs, playing = np.zeros(num_episodes), {}, {}  # playing: environment -> its episode
     started = 0
     while started < num_episodes or playing:
-        for i in sorted(
-            set(range(len(envs))) - set(playing)
-        ):  # an episode that has begun is always finished: short ones get no favour
+        # An episode that has begun is always finished, so that short ones get no favour.
+        for i in sorted(set(range(len(envs))) - set(playing)):
             if started < num_episodes:
                 obs[i], _ = envs[i].reset(seed=seeds[started])
                 playing[i] = started
@@ -524,12 +519,13 @@ def parse_args():
     args, checkpoint = tyro.cli(Args), None
     if args.resume:
         try:
-            checkpoint = torch.load(args.resume, weights_only=True)
+            checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
             saved = Args(**checkpoint["args"])
             if checkpoint["script"] != SCRIPT:
                 raise ValueError(f"it is of {checkpoint['script']}")
         except Exception as error:
-            sys.exit(f"--resume {args.resume} is not a whole checkpoint of {SCRIPT} ({type(error).__name__})")
+            reason = (str(error).splitlines() or [""])[0][:160]
+            sys.exit(f"--resume {args.resume} is not a whole checkpoint of {SCRIPT} ({type(error).__name__}: {reason})")
         args = tyro.cli(Args, default=saved)
         args.__post_init__()  # tyro copies the fields that are filled in
         free = {"resume", "total_timesteps", "torch_threads", "cuda", "track", "wandb_project_name", "wandb_entity"}
@@ -552,7 +548,7 @@ if __name__ == "__main__":
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
-    np.random.seed(args.seed % 2**32)
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     rollout_rng = np.random.default_rng(derive_seed(args.seed, 0))
@@ -638,6 +634,13 @@ if __name__ == "__main__":
         writer.add_scalar("eval/episodic_return", returns.mean(), global_step)
         writer.add_scalar("eval/episodic_return_std", returns.std(), global_step)
 
+    def log_videos():
+        if args.track and args.capture_video and os.path.isdir(f"videos/{run_name}"):
+            for video in sorted(set(os.listdir(f"videos/{run_name}")) - videos):
+                videos.add(video)
+                if video.endswith(".mp4"):
+                    wandb.log({"videos": wandb.Video(f"videos/{run_name}/{video}", format="mp4"), "global_step": global_step})
+
     # TRY NOT TO MODIFY: start the game
     start_time = time.time()
     first_step = global_step
@@ -661,7 +664,6 @@ if __name__ == "__main__":
         batch, episodes, next_obs = rollout(agent, envs, next_obs, args.num_steps, rollout_rng, device)
         batch = {name: x.flatten(0, 1) for name, x in gae(batch, args.gamma, args.gae_lambda).items()}
         batch["obs"] = batch["obs"].contiguous(memory_format=torch.channels_last)  # once, not in every minibatch
-        times.append(time.perf_counter())
         for name in ("rewards", "values", "advantages"):
             bad = (~batch[name].reshape(args.batch_size, -1).isfinite().all(1)).nonzero().flatten()
             if len(bad):
@@ -670,6 +672,8 @@ if __name__ == "__main__":
                     f"round {iteration}: {name} not finite in {len(bad)} of {args.batch_size} records, the first in record"
                     f" {bad[0]}: the environment's fault, or the networks have diverged (lower --learning-rate)"
                 )
+
+        times.append(time.perf_counter())
 
         filtered = args.filter != "none"
         if filtered:
@@ -722,11 +726,7 @@ if __name__ == "__main__":
         writer.add_scalar("charts/round", iteration - 1, global_step)
         writer.add_scalar("charts/optimizer_steps", optimizer_steps, global_step)
         writer.add_scalar("charts/skipped_updates", skipped_updates, global_step)
-        if args.track and args.capture_video and os.path.isdir(f"videos/{run_name}"):
-            for video in sorted(set(os.listdir(f"videos/{run_name}")) - videos):
-                videos.add(video)
-                if video.endswith(".mp4"):
-                    wandb.log({"videos": wandb.Video(f"videos/{run_name}/{video}", format="mp4"), "global_step": global_step})
+        log_videos()
         if args.eval_episodes:
             log_evaluation()
         writer.flush()
@@ -739,6 +739,7 @@ if __name__ == "__main__":
         print(f"model saved to {model_path}")
 
     envs.close()
+    log_videos()
     writer.close()
     if args.track:
         wandb.finish()

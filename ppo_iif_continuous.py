@@ -8,13 +8,12 @@ import random
 import sys
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Literal, Optional
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 import torch.optim as optim
 import tyro
 from torch.utils.tensorboard import SummaryWriter
@@ -133,8 +132,8 @@ def check_args(args):
     for name in ("vf_coef", "ent_coef", "target_kl"):
         if not np.isfinite(getattr(args, name) or 0):
             sys.exit(f"--{name.replace('_', '-')} must be finite, got {getattr(args, name)}")
-    if args.seed >= 2**63:
-        sys.exit(f"--seed must be less than 2**63, got {args.seed}")
+    if args.seed >= 2**32:
+        sys.exit(f"--seed must be less than 2**32, got {args.seed}")
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(args, name) <= 1:
             sys.exit(f"--{name.replace('_', '-')} must lie in [0, 1], got {getattr(args, name)}")
@@ -167,7 +166,7 @@ def check_args(args):
 
 
 def derive_seed(*key):
-    """A seed for each key of non-negative integers; different keys give independent streams."""
+    """A seed for each key of integers from 0 to 2**32 - 1, for independent streams. (Zeros at its end make no difference.)"""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
@@ -258,9 +257,8 @@ def set_statistics(envs, statistics):
     for env, values in zip(envs, statistics):
         for wrapper, name in normalizers(env):
             for key in vars(getattr(wrapper, name)):
-                value = values[
-                    f"{name}.{key}"
-                ]  # a number must be Python's again: numpy's would change the precision of the rest
+                # A number must be Python's again: one of numpy's would change the precision of the rest.
+                value = values[f"{name}.{key}"]
                 setattr(getattr(wrapper, name), key, value.numpy().copy() if value.dim() else value.item())
             if name == "return_rms":
                 wrapper.discounted_reward = values["discounted_reward"].numpy().copy()
@@ -447,8 +445,6 @@ def score(agent, batch, args, generator):
 
 def select(batch, args, generator):
     """What to train on: indices of the records to keep, or a sampling weight [batch_size] per record."""
-    if args.filter == "none":
-        return torch.arange(args.batch_size)
     if args.filter in ("influence", "random"):
         kept = filter_bottom(batch["scores"].cpu(), args.filter_percent, of=args.filter_of)
         if args.filter == "random":
@@ -559,9 +555,8 @@ def evaluate(agent, envs, num_episodes, seed):
     returns, obs, playing = np.zeros(num_episodes), {}, {}  # playing: environment -> its episode
     started = 0
     while started < num_episodes or playing:
-        for i in sorted(
-            set(range(len(envs))) - set(playing)
-        ):  # an episode that has begun is always finished: short ones get no favour
+        # An episode that has begun is always finished, so that short ones get no favour.
+        for i in sorted(set(range(len(envs))) - set(playing)):
             if started < num_episodes:
                 obs[i], _ = envs[i].reset(seed=seeds[started])
                 playing[i] = started
@@ -599,12 +594,13 @@ def parse_args():
     args, checkpoint = tyro.cli(Args), None
     if args.resume:
         try:
-            checkpoint = torch.load(args.resume, weights_only=True)
+            checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
             saved = Args(**checkpoint["args"])
             if checkpoint["script"] != SCRIPT:
                 raise ValueError(f"it is of {checkpoint['script']}")
         except Exception as error:
-            sys.exit(f"--resume {args.resume} is not a whole checkpoint of {SCRIPT} ({type(error).__name__})")
+            reason = (str(error).splitlines() or [""])[0][:160]
+            sys.exit(f"--resume {args.resume} is not a whole checkpoint of {SCRIPT} ({type(error).__name__}: {reason})")
         args = tyro.cli(Args, default=saved)
         args.__post_init__()  # tyro copies the fields that are filled in
         free = {"resume", "total_timesteps", "torch_threads", "cuda", "track", "wandb_project_name", "wandb_entity"}
@@ -627,7 +623,7 @@ if __name__ == "__main__":
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
-    np.random.seed(args.seed % 2**32)
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     rollout_rng = np.random.default_rng(derive_seed(args.seed, 0))
@@ -716,6 +712,13 @@ if __name__ == "__main__":
         writer.add_scalar("eval/episodic_return", returns.mean(), global_step)
         writer.add_scalar("eval/episodic_return_std", returns.std(), global_step)
 
+    def log_videos():
+        if args.track and args.capture_video and os.path.isdir(f"videos/{run_name}"):
+            for video in sorted(set(os.listdir(f"videos/{run_name}")) - videos):
+                videos.add(video)
+                if video.endswith(".mp4"):
+                    wandb.log({"videos": wandb.Video(f"videos/{run_name}/{video}", format="mp4"), "global_step": global_step})
+
     # TRY NOT TO MODIFY: start the game
     start_time = time.time()
     first_step = global_step
@@ -737,7 +740,6 @@ if __name__ == "__main__":
         times = [time.perf_counter()]
         batch, episodes, next_obs = rollout(agent, envs, next_obs, args.num_steps, rollout_rng, device)
         batch = {name: x.flatten(0, 1) for name, x in gae(batch, args.gamma, args.gae_lambda).items()}
-        times.append(time.perf_counter())
         for name in ("obs", "rewards", "values", "advantages"):
             bad = (~batch[name].reshape(args.batch_size, -1).isfinite().all(1)).nonzero().flatten()
             if len(bad):
@@ -746,6 +748,8 @@ if __name__ == "__main__":
                     f"round {iteration}: {name} not finite in {len(bad)} of {args.batch_size} records, the first in record"
                     f" {bad[0]}: the environment's fault, or the networks have diverged (lower --learning-rate)"
                 )
+
+        times.append(time.perf_counter())
 
         filtered = args.filter != "none"
         if filtered:
@@ -798,11 +802,7 @@ if __name__ == "__main__":
         writer.add_scalar("charts/round", iteration - 1, global_step)
         writer.add_scalar("charts/optimizer_steps", optimizer_steps, global_step)
         writer.add_scalar("charts/skipped_updates", skipped_updates, global_step)
-        if args.track and args.capture_video and os.path.isdir(f"videos/{run_name}"):
-            for video in sorted(set(os.listdir(f"videos/{run_name}")) - videos):
-                videos.add(video)
-                if video.endswith(".mp4"):
-                    wandb.log({"videos": wandb.Video(f"videos/{run_name}/{video}", format="mp4"), "global_step": global_step})
+        log_videos()
         if args.eval_episodes:
             log_evaluation()
         writer.flush()
@@ -815,6 +815,7 @@ if __name__ == "__main__":
         print(f"model saved to {model_path}")
 
     envs.close()
+    log_videos()
     writer.close()
     if args.track:
         wandb.finish()

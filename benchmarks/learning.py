@@ -57,6 +57,8 @@ class Args:
     """seeds to run (default: those of the figure)"""
     labels: tuple[str, ...] = ()
     """curves to run, by a part of their label (default: all)"""
+    table: bool = False
+    """only print the table of final returns, from the CSVs there are"""
     plot: bool = False
     """only draw the pictures, from the CSVs there are"""
 
@@ -139,8 +141,28 @@ def plot(figure):
     plt.close(fig)
 
 
+def table(folder=RESULTS):
+    """Mean return of the last hundred training episodes of each run, CleanRL's measure (here up to whole rounds), as Markdown."""
+    lines = ["| figure | curve | seed | steps | last 100 training episodes |", "|---|---|---|---|---|"]
+    for figure, (_, _, labels, _) in RUNS.items():
+        for label in labels:
+            for path in sorted(folder.glob(f"{name_of(figure, label, '*')}.csv")):
+                rows = [row for row in csv.DictReader(open(path)) if row["seconds"]]
+                total, episodes = 0.0, 0
+                for row in reversed(rows):
+                    if row["training_return"] and episodes < 100:
+                        total += float(row["training_return"]) * int(row["episodes"])
+                        episodes += int(row["episodes"])
+                steps = int(rows[-1]["global_step"]) + int(rows[1]["global_step"])
+                lines.append(f"| {figure} | {label} | {rows[0]['seed']} | {steps} | {total / episodes:.2f} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args)
+    if args.table:
+        print(table())
+        sys.exit()
     unknown = set(args.only) - set(RUNS)
     if unknown:
         sys.exit(f"--only {unknown.pop()}: not one of {', '.join(RUNS)}")
