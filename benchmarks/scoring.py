@@ -9,7 +9,8 @@ within a round of turns, and their median over the rounds is quoted, in CPU time
 wall-clock time are in the CSV). Every method is charged for all that lies between the round and its scores, the gradient of
 the target included; return_influence also for its checks and the normalisation of the advantages. A slow method scores the
 first records only, and its time is scaled up to the round. The process keeps the memory that it frees: the methods that need
-much of it would otherwise spend most of their time in page faults.
+much of it would otherwise spend most of their time in page faults. What the cheap ones cost as a program finds them, under the
+allocator's defaults, is measured too, in a process of its own.
 
 Memory is what one call adds at its peak, in a fresh process for each (VmHWM after it - VmRSS before it; Linux with glibc).
 
@@ -21,6 +22,7 @@ actions drawn from the policy; advantages that depend on state, action and chanc
 import csv
 import ctypes
 import gc
+import json
 import subprocess
 import sys
 import time
@@ -47,6 +49,8 @@ class Args:
     """the CSV to write (with --table: to read)"""
     table: bool = False
     """print the tables of the CSV as markdown and measure nothing"""
+    default_allocator: str | None = None
+    """print the seconds of the cheap parts on NETWORK under the allocator's defaults, and do nothing else (as below)"""
     memory: str | None = None
     """print the peak memory in MB of NETWORK:METHOD and do nothing else (the run starts itself so for each row)"""
 
@@ -186,6 +190,11 @@ def yardstick(r, direction, n):
     return total
 
 
+def plain(r, direction, n):
+    for inds in r.chunks(n):
+        torch.autograd.grad(r.losses(inds).sum() / n, list(r.params.values()))
+
+
 def target(r, direction, n):
     return iif_core.target_gradient(r.agent, r.target, n, chunk_size=r.network.chunk_size)
 
@@ -269,10 +278,14 @@ def last_layer(r, direction, n):
         return r.normalized[:n] * (d * (h @ (weighted.T @ h).T + weighted.sum(0))).sum(1)
 
 
-PARTS = {f.__name__: f for f in (yardstick, target, forward, return_influence, double_backward, loop, ghost_target, ghost)}
+PARTS = {
+    f.__name__: f for f in (yardstick, plain, target, forward, return_influence, double_backward, loop, ghost_target, ghost)
+}
 PARTS |= {"vmap": vmap_grad, "last": last_layer}
+CHEAP = ("yardstick", "plain", "target", "forward", "return_influence", "double_backward")
 METHODS = {  # a row of the tables: its label, and the parts that it runs one after the other
     "yardstick": ("forward+backward of the policy loss", ["yardstick"]),
+    "plain": ("the same with the loss -A log pi, without ratio and clipping", ["plain"]),
     "target": ("gradient of the target only", ["target"]),
     "forward": ("scores only, the direction given", ["forward"]),
     "return_influence": ("**target and scores: `return_influence`**", ["return_influence"]),
@@ -324,7 +337,7 @@ def peak_memory(network, method):
     return (status("VmHWM") - before) / 1024
 
 
-def times(r, rounds):
+def times(r, rounds, names=tuple(PARTS)):
     """{part: [rounds, 2]}, seconds of CPU and of wall clock, scaled up to the round where a part takes fewer records."""
     direction = target(r, None, r.network.records)
 
@@ -333,13 +346,13 @@ def times(r, rounds):
         PARTS[part](r, direction, records(r.network, part))
         return (time.process_time(), time.perf_counter()) - start
 
-    for part in PARTS.values():
-        part(r, direction, 2)
-    repeats = {part: int(np.clip(0.1 / clock(part)[0], 1, 10)) for part in PARTS}  # in each round, of what is quick
-    seconds = {part: np.zeros((rounds, 2)) for part in PARTS}
+    for part in names:
+        PARTS[part](r, direction, 2)
+    repeats = {part: int(np.clip(0.1 / clock(part)[0], 1, 10)) for part in names}  # in each round, of what is quick
+    seconds = {part: np.zeros((rounds, 2)) for part in names}
     for i in range(rounds):
         for turn in range(max(repeats.values())):
-            for part in PARTS:
+            for part in names:
                 if turn < repeats[part]:
                     seconds[part][i] += clock(part) / repeats[part] * r.network.records / records(r.network, part)
     return seconds
@@ -361,16 +374,23 @@ def measure(name, rounds):
     exact, r = Round(network, torch.float64), Round(network)
     truth, reference = run(exact, "loop"), run(exact, "return_influence")
     seconds, direction, rows = times(r, rounds), target(r, None, network.records), []
+
+    def apart(*flags):
+        command = [sys.executable, "-m", "benchmarks.scoring", *flags]
+        return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+    default = {part: np.array(x) for part, x in apart("--default-allocator", name, "--rounds", str(rounds)).items()}
     for method, (label, parts) in METHODS.items():
-        command = [sys.executable, "-m", "benchmarks.scoring", "--memory", f"{name}:{method}"]
-        memory = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        memory = apart("--memory", f"{name}:{method}")
         ratios = sum(seconds[part] for part in parts) / seconds["yardstick"]  # [rounds, 2]
         row = {"network": network.title, "method": label, "round_records": network.records, "chunk": network.chunk_size or ""}
         row |= {"records": min(records(network, part) for part in parts), "rounds": rounds}
         row |= {f"time_ratio_{f.__name__}": f(ratios[:, 0]) for f in (np.median, np.min, np.max)}
         row |= {"wall_ratio_median": np.median(ratios[:, 1]), "cpu_ms": 1e3 * np.median(sum(seconds[p][:, 0] for p in parts))}
+        if set(parts) <= set(CHEAP):
+            row["default_allocator_time_ratio"] = np.median(sum(default[part] for part in parts) / default["yardstick"])
         row |= {"memory_mb": memory, "memory_ratio": memory / (rows[0]["memory_mb"] if rows else memory)}
-        scored = parts[-1] not in ("yardstick", "target")
+        scored = parts[-1] not in ("yardstick", "plain", "target")
         row |= accuracy(run(r, method, direction), truth, reference) if scored else {}
         rows.append(row | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")})
     return rows
@@ -387,10 +407,17 @@ def table(csv_path):
             if row["method"] == METHODS["yardstick"][0]:
                 size = f"{row['records']} records in " + (f"chunks of {row['chunk']}" if row["chunk"] else "one piece")
                 lines += ["", f"**{row['network']}**, {size}, 1.00 = {float(row['cpu_ms']):.1f} ms", ""]
-                lines += ["| method | time | memory | memory, MB | max. relative error | Spearman | wrong signs |"]
-                lines += ["|---|--:|--:|--:|--:|--:|--:|"]
+                lines += [
+                    "| method | time | time, default allocator | memory | memory, MB | max. relative error | Spearman | wrong signs |"
+                ]
+                lines += ["|---|--:|--:|--:|--:|--:|--:|--:|"]
             few = "" if row["records"] == row["round_records"] else f" ({row['records']})"
-            formats = {"time_ratio_median": ".2f", "memory_ratio": ".2f", "memory_mb": ".1f"}
+            formats = {
+                "time_ratio_median": ".2f",
+                "default_allocator_time_ratio": ".2f",
+                "memory_ratio": ".2f",
+                "memory_mb": ".1f",
+            }
             formats |= {"max_relative_error": ".0e", "spearman": ".4f", "sign_flips": ".2%"}
             cells = [format(float(row[name]), how) if row[name] else "" for name, how in formats.items()]
             lines.append(" | ".join(["| " + row["method"] + few, *cells]) + " |")
@@ -403,6 +430,9 @@ if __name__ == "__main__":
     if args.memory:
         network, method = args.memory.split(":")
         print(peak_memory(NETWORKS[network], method))
+    elif args.default_allocator:
+        seconds = times(Round(NETWORKS[args.default_allocator]), args.rounds, CHEAP)
+        print(json.dumps({part: x[:, 0].tolist() for part, x in seconds.items()}))
     elif args.table:
         print(table(args.output))
     else:
@@ -410,7 +440,7 @@ if __name__ == "__main__":
         rows = [row for name in NETWORKS for row in measure(name, args.rounds)]
         args.output.parent.mkdir(parents=True, exist_ok=True)
         with open(args.output, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[-1]))
+            writer = csv.DictWriter(file, list(max(rows, key=len)), lineterminator="\n")
             writer.writeheader()
             writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
         print(table(args.output))
