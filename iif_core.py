@@ -47,7 +47,9 @@ def influence_scores(agent, record_losses, direction, num_records, *, chunk_size
         couples records, like the normalisation of advantages, is computed before and enters as a constant. Any loss will do;
             with an entropy bonus it is lambda inds: -adv[inds] * logprob(inds) - ent_coef * entropy(inds)
     direction: {parameter name: Tensor}, as target_gradient returns it.
-    chunk_size: records per call of record_losses (None: all). Bounds the memory, does not change the scores.
+    chunk_size: records per call of record_losses. Bounds the memory, does not change the scores. None: half of them (or 512, if
+        that is more), as forward mode holds two numbers where the training's backward pass holds one. A recurrent policy
+        that has to run through all steps at once is best given num_records.
     Returns Tensor[num_records].
     Raises ValueError on losses of the wrong shape, losses that do not depend on the parameters or change from call to call
     (dropout that stays on in evaluation mode), and scores that are not finite.
@@ -65,7 +67,7 @@ def influence_scores(agent, record_losses, direction, num_records, *, chunk_size
         raise ValueError(f"direction must hold one tensor per trainable parameter, of its shape; check {wrong[0]!r}")
     with _scoring(agent, record_losses) as call:
         products = _products(
-            agent, params, lambda i: _vector("record_losses", call(i), i), direction, _chunks(num_records, chunk_size)
+            agent, params, lambda i: _vector("record_losses", call(i), i), direction, _chunks(num_records, chunk_size, halve=True)
         )
     _check_finite("scores", products)
     return -products
@@ -82,6 +84,7 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
         whole round if minibatch_size is None. A last minibatch shorter than two joins the one before it; minibatches of one
         are not normalised.
     inds: permutation of 0..N-1 (default: as stored). It orders the normalisation only: score i is that of record i.
+    chunk_size: as in influence_scores; the target takes all records at once if it is None.
     Rows that are not records (padding, reset rows of a vector environment) must be left out before the call.
     Returns Tensor[N]. Raises ValueError as influence_scores does, and on non-finite advantages.
     """
@@ -107,14 +110,14 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
                 a = advantages[part].view(-1, width)
                 normalized[part] = ((a - a.mean(1, keepdim=True)) / (a.std(1, keepdim=True) + 1e-8)).flatten()
 
-    chunks = _chunks(n, chunk_size)
     with _scoring(agent, logprob) as call:
 
         def log_pi(i):
             return _vector("logprob", call(i), i)
 
-        direction = _gradient(params, lambda i: (advantages[i] * log_pi(i)).sum() / n, [(i,) for i in chunks], "logprob")
-        products = _products(agent, params, log_pi, direction, chunks)
+        shares = [(i,) for i in _chunks(n, chunk_size)]
+        direction = _gradient(params, lambda i: (advantages[i] * log_pi(i)).sum() / n, shares, "logprob")
+        products = _products(agent, params, log_pi, direction, _chunks(n, chunk_size, halve=True))
     # The direction is the mean of A_i * grad log pi_i, so that its square is known twice.
     _check_sum(advantages * products / n, sum((v * v).sum() for v in direction.values()))
     scores = normalized * products  # L_i = -A_i * log pi_i, its constant taken out: a product with one is slow in forward mode
@@ -217,19 +220,13 @@ def _products(agent, params, losses, direction, chunks):
     ways = [
         (way, kernels) for way in (_forward_mode, _double_backward) for kernels in (contextlib.nullcontext, _plain_kernels)
     ]
-    products = []
-    for inds in chunks:
-        while True:
-            way, kernels = ways[0]
-            try:
-                with kernels():
-                    products.append(way(agent, params, losses, direction, inds).detach())
-                break
-            except RuntimeError as error:  # NotImplementedError is one
-                if isinstance(error, torch.OutOfMemoryError) or len(ways) == 1:
-                    raise
-                ways.pop(0)
-    return torch.cat(products)
+    for way, kernels in ways:
+        try:
+            with kernels():
+                return way(agent, params, losses, direction, chunks).detach()
+        except RuntimeError as error:  # NotImplementedError is one
+            if isinstance(error, torch.OutOfMemoryError) or way is _double_backward and kernels is _plain_kernels:
+                raise
 
 
 @contextlib.contextmanager
@@ -268,30 +265,38 @@ def _no_grad_stops_tangents():
         torch._C._any_requires_grad = any_requires_grad
 
 
-def _forward_mode(agent, params, losses, direction, inds):
+def _forward_mode(agent, params, losses, direction, chunks):
+    products = []
     with forward_ad.dual_level():
-        duals = {id(p): forward_ad.make_dual(p.detach(), direction[name].to(p.dtype)) for name, p in params.items()}
-        with _lent(agent, duals), _no_grad_stops_tangents():
-            value, products = forward_ad.unpack_dual(losses(inds))
-    # No dual requires a gradient, so no reverse graph is kept. If the losses require one all the same, the closure holds a
-    # parameter itself, not through the agent, and forward mode has missed it.
-    if value.requires_grad or products is None:
-        raise NotImplementedError("the losses depend on no parameter of the agent, or on one that the closure holds itself")
-    return products
+        # a parameter that the target does not use (the critic's) needs no tangent
+        tangents = {id(p): direction[name].to(p.dtype) for name, p in params.items()}
+        lent = {id(p): p.detach() for p in params.values()}
+        lent |= {key: forward_ad.make_dual(p, tangents[key]) for key, p in lent.items() if tangents[key].any()}
+        with _lent(agent, lent), _no_grad_stops_tangents():
+            for inds in chunks:
+                value, product = forward_ad.unpack_dual(losses(inds))
+                # Nothing lent requires a gradient, so no reverse graph is kept. If the losses require one all the same, the
+                # closure holds a parameter itself, not through the agent, and forward mode has missed it.
+                if value.requires_grad or product is None:
+                    raise NotImplementedError("the losses depend on no parameter of the agent, or on one held by the closure")
+                products.append(product)
+    return torch.cat(products)
 
 
-def _double_backward(agent, params, losses, direction, inds):
-    value = losses(inds)
-    weights = torch.ones_like(value, requires_grad=True)
-    grads = [None]
-    if value.requires_grad:
-        grads = torch.autograd.grad(weights @ value, list(params.values()), create_graph=True, allow_unused=True)
-    used = [(grad, direction[name].to(grad.dtype)) for name, grad in zip(params, grads) if grad is not None]
-    if not used:
-        raise ValueError(f"record_losses: {_INDEPENDENT}")
-    products = torch.autograd.grad([grad for grad, _ in used], weights, [v for _, v in used])[0]
-    _check_sum(products, sum((grad.detach() * v).sum() for grad, v in used))
-    return products
+def _double_backward(agent, params, losses, direction, chunks):
+    products = []
+    for inds in chunks:
+        value = losses(inds)
+        weights = torch.ones_like(value, requires_grad=True)
+        grads = [None]
+        if value.requires_grad:
+            grads = torch.autograd.grad(weights @ value, list(params.values()), create_graph=True, allow_unused=True)
+        used = [(grad, direction[name].to(grad.dtype)) for name, grad in zip(params, grads) if grad is not None]
+        if not used:
+            raise ValueError(f"record_losses: {_INDEPENDENT}")
+        products.append(torch.autograd.grad([grad for grad, _ in used], weights, [v for _, v in used])[0])
+        _check_sum(products[-1], sum((grad.detach() * v).sum() for grad, v in used))
+    return torch.cat(products)
 
 
 @contextlib.contextmanager
@@ -376,9 +381,10 @@ def _agent_and_params(agent):
     return agent, params
 
 
-def _chunks(num_records, chunk_size):
+def _chunks(num_records, chunk_size, halve=False):
     n = _positive("num_records", num_records)
-    return torch.arange(n, device="cpu").split(n if chunk_size is None else _positive("chunk_size", chunk_size))
+    whole = max(512, (n + 1) // 2) if halve else n
+    return torch.arange(n, device="cpu").split(whole if chunk_size is None else _positive("chunk_size", chunk_size))
 
 
 def _positive(name, value):

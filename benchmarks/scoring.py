@@ -210,7 +210,7 @@ def return_influence(r, direction, n):
 
 def double_backward(r, direction, n):
     params = dict(r.agent.named_parameters())
-    return torch.cat([-iif_core._double_backward(r.agent, params, r.losses, direction, inds) for inds in r.chunks(n)])
+    return -iif_core._double_backward(r.agent, params, r.losses, direction, r.chunks(n))
 
 
 def loop(r, direction, n):

@@ -513,7 +513,7 @@ WAYS = ["forward_mode", "forward_mode, plain kernels", "double_backward", "doubl
 def test_falls_back_in_order(network, last, tried):
     agent, logprob, n = network()
     influence_scores(agent, logprob, random_direction(agent), n, chunk_size=5)
-    assert tried == WAYS[: last + 1] + [WAYS[last]] * 2  # three chunks: what failed is not tried again
+    assert tried == WAYS[: last + 1]
 
 
 def test_fused_lstm_needs_the_plain_kernels(tried):
@@ -983,6 +983,22 @@ def test_closures_get_each_record_once(chunk_size, lengths):
     return_influence(agent, recording, torch.randn(n), inds=torch.randperm(n), chunk_size=chunk_size)
     assert [len(inds) for inds in seen] == lengths * 2  # the target, then the losses
     assert torch.equal(torch.cat(seen), torch.arange(n).repeat(2)) and seen[0].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    "num_records, chunk_size, lengths", [(512, None, [512]), (513, None, [512, 1]), (1501, None, [751, 750]), (1501, 1501, [1501])]
+)
+def test_a_large_round_is_scored_in_halves(num_records, chunk_size, lengths):
+    agent, seen = mlp()[0], []
+    obs, actions, advantages = torch.randn(num_records, OBS), torch.randint(ACTIONS, (num_records,)), torch.randn(num_records)
+
+    def logprob(inds):
+        seen.append(len(inds))
+        return log_pi(agent(obs[inds].double()), actions[inds])
+
+    scores = return_influence(agent, logprob, advantages, chunk_size=chunk_size)
+    assert seen == [num_records] + lengths
+    assert_equal(scores, return_influence(agent, logprob, advantages, chunk_size=7), 1e-12)
 
 
 # ---- compiled agents
