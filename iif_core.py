@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -67,7 +68,11 @@ def influence_scores(agent, record_losses, direction, num_records, *, chunk_size
         raise ValueError(f"direction must hold one tensor per trainable parameter, of its shape; check {wrong[0]!r}")
     with _scoring(agent, record_losses) as call:
         products = _products(
-            agent, params, lambda i: _vector("record_losses", call(i), i), direction, _chunks(num_records, chunk_size, halve=True)
+            agent,
+            params,
+            lambda i: _vector("record_losses", call(i), i),
+            direction,
+            _chunks(num_records, chunk_size, halve=True),
         )
     _check_finite("scores", products)
     return -products
@@ -209,7 +214,7 @@ def _gradient(params, target, chunks, what="target"):
         grads = torch.autograd.grad(value.squeeze(), list(params.values()), allow_unused=True)
         for name, grad in zip(params, grads):
             if grad is not None:
-                total[name] = total[name] + grad if name in total else grad.detach()
+                total[name] = total[name].add_(grad) if name in total else grad.clone()
     if not total:
         raise ValueError(f"{what}: {_INDEPENDENT}")
     return {name: total[name] if name in total else torch.zeros_like(p) for name, p in params.items()}
@@ -265,6 +270,31 @@ def _no_grad_stops_tangents():
         torch._C._any_requires_grad = any_requires_grad
 
 
+@contextlib.contextmanager
+def _constant_inputs_of_convolutions():
+    """Two convolutions where the input has no tangent (the first layer's images), in forward mode; torch alone makes a tangent
+    of zeros and convolves it as well."""
+
+    def skipping(conv):
+        def call(input, weight, bias=None, *args, **kwargs):
+            (x, dx), (w, dw), (b, db) = (forward_ad.unpack_dual(t) if t is not None else (t, t) for t in (input, weight, bias))
+            if dx is not None or dw is None or not torch._C._is_fwd_grad_enabled():
+                return conv(input, weight, bias, *args, **kwargs)
+            return forward_ad.make_dual(conv(x, w, b, *args, **kwargs), conv(x, dw, db, *args, **kwargs))
+
+        return call
+
+    names = ("conv1d", "conv2d", "conv3d")
+    before = {name: getattr(F, name) for name in names}
+    try:
+        for name in names:
+            setattr(F, name, skipping(before[name]))
+        yield
+    finally:
+        for name in names:
+            setattr(F, name, before[name])
+
+
 def _forward_mode(agent, params, losses, direction, chunks):
     products = []
     with forward_ad.dual_level():
@@ -272,7 +302,7 @@ def _forward_mode(agent, params, losses, direction, chunks):
         tangents = {id(p): direction[name].to(p.dtype) for name, p in params.items()}
         lent = {id(p): p.detach() for p in params.values()}
         lent |= {key: forward_ad.make_dual(p, tangents[key]) for key, p in lent.items() if tangents[key].any()}
-        with _lent(agent, lent), _no_grad_stops_tangents():
+        with _lent(agent, lent), _no_grad_stops_tangents(), _constant_inputs_of_convolutions():
             for inds in chunks:
                 value, product = forward_ad.unpack_dual(losses(inds))
                 # Nothing lent requires a gradient, so no reverse graph is kept. If the losses require one all the same, the

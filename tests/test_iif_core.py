@@ -695,6 +695,55 @@ def test_stopped_gradients(stop):
     assert_equal(influence_scores(agent, losses, direction, N), truth)
 
 
+def _conv_within_no_grad(conv, x):
+    with torch.no_grad():
+        stopped = conv(x)
+    return stopped * conv(x)
+
+
+CONVOLUTIONS = {  # of inputs that depend on no parameter: forward mode has a way of its own for them
+    "positional": lambda conv, x: F.conv2d(x, conv.weight, conv.bias, 2, 1),
+    "by name": lambda conv, x: F.conv2d(bias=conv.bias, input=x, weight=conv.weight, padding="same"),
+    "no bias": lambda conv, x: F.conv2d(x, conv.weight),
+    "only the bias": lambda conv, x: F.conv2d(x, conv.weight.detach(), conv.bias),
+    "only the weight": lambda conv, x: F.conv2d(x, conv.weight, conv.bias.detach()),
+    "conv1d": lambda conv, x: F.conv1d(x.flatten(2), conv.weight.flatten(2), conv.bias)[..., None],
+    "conv3d": lambda conv, x: F.conv3d(x[:, :, None], conv.weight[:, :, None], conv.bias).squeeze(2),
+    "one input": lambda conv, x: torch.stack([F.conv2d(frame, conv.weight, conv.bias) for frame in x]),
+    "no_grad": _conv_within_no_grad,
+    "of its own output": lambda conv, x: conv(conv(x)[:, :2]),
+    "of a captured parameter": lambda conv, x: conv(x * conv.held["bias"].sum()),
+    "bias captured": lambda conv, x: F.conv2d(x, conv.weight, conv.held["bias"]),
+    "weight captured": lambda conv, x: F.conv2d(x, conv.held["weight"], conv.bias),
+    "in place after": lambda conv, x: conv(x).add_(1).relu_(),
+}
+
+
+@pytest.mark.parametrize("how", CONVOLUTIONS)
+def test_convolutions_of_constants(how):
+    agent, x = nn.Conv2d(2, 4, 3), torch.randn(N, 2, 8, 8)
+    agent.held = dict(agent.named_parameters())  # held by the closure itself, as the agent sees it
+    losses = lambda inds: CONVOLUTIONS[how](agent, x[inds]).square().sum((1, 2, 3))
+    direction = random_direction(agent)
+    truth = -record_gradients(agent, losses, N) @ flat(agent, direction)
+    assert_equal(influence_scores(agent, losses, direction, N), truth)
+
+
+def test_a_constant_input_has_no_tangent_to_convolve():
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        convolutions = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.convolutions += function is torch.ops.aten.convolution.default
+            return function(*args, **(kwargs or {}))
+
+    agent, logprob, n = conv()
+    direction = random_direction(agent)
+    with Count() as count:
+        influence_scores(agent, logprob, direction, n)
+    assert count.convolutions == 2 + 3
+
+
 CAPTURES = {
     "parameter": lambda agent: (lambda raw: lambda x: F.linear(x, raw))(agent[0].weight),
     "its data": lambda agent: (lambda raw: lambda x: F.linear(x, raw))(agent[0].weight.data),
@@ -825,7 +874,7 @@ def snapshot(agent):
         "random numbers": torch.get_rng_state().numpy().tobytes(),
         "modes of autograd": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_fwd_grad_enabled()),
         "kernels": (torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled),
-        "functions of torch": {name: id(f) for name, f in vars(torch._C).items() if callable(f)},
+        "functions of torch": {(m, name): id(f) for m in (torch._C, F) for name, f in vars(m).items() if callable(f)},
         "attention": [
             getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math", "cudnn")
         ],
@@ -986,7 +1035,8 @@ def test_closures_get_each_record_once(chunk_size, lengths):
 
 
 @pytest.mark.parametrize(
-    "num_records, chunk_size, lengths", [(512, None, [512]), (513, None, [512, 1]), (1501, None, [751, 750]), (1501, 1501, [1501])]
+    "num_records, chunk_size, lengths",
+    [(512, None, [512]), (513, None, [512, 1]), (1501, None, [751, 750]), (1501, 1501, [1501])],
 )
 def test_a_large_round_is_scored_in_halves(num_records, chunk_size, lengths):
     agent, seen = mlp()[0], []
