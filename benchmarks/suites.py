@@ -1,0 +1,175 @@
+"""What is run, as one table: SUITES, in the order of their importance.
+
+Settings are those of the paper's appendix A.2, with the rounds of its figures and, per environment, the percent that its
+authors picked as best (appendix B.6). All arms of an entry have the same arguments, seeds, initial weights and first rollout.
+"""
+
+import shlex
+from dataclasses import dataclass
+
+FIRST_SEED = 101
+ROUND = 2048  # records, everywhere
+COMMON = "--no-cuda --num-envs 1 --num-steps 2048 --max-grad-norm 0 --eval-episodes"
+SGD = "--optimizer sgd --learning-rate 0.005"
+ADAM = "--optimizer adam --learning-rate"
+HIGHWAY = '{"config": {"vehicles_count": 10, "observation": {"type": "Kinematics"}}}'
+ENVIRONMENTS = {  # name: (script, its arguments, rounds, percent of the negatives that the paper drops)
+    "FrozenLake": (
+        "ppo_iif",
+        f"""--env-id FrozenLake-v1 --env-kwargs '{{"map_name": "4x4", "is_slippery": false}}' {SGD} {COMMON} 20""",
+        30,
+        50,
+    ),
+    "Acrobot": ("ppo_iif", f"--env-id Acrobot-v1 {SGD} {COMMON} 20", 20, 50),
+    "MiniGrid": ("ppo_iif_minigrid", f"--env-id MiniGrid-Empty-8x8-v0 --obs-scale 255 {SGD} {COMMON} 20", 40, 12.5),
+    "Highway": ("ppo_iif", f"--env-id highway_env:highway-v0 --env-kwargs '{HIGHWAY}' {SGD} {COMMON} 20", 25, 50),
+    "LunarLander": ("ppo_iif", f"--env-id LunarLander-v3 {SGD} {COMMON} 20", 100, 12.5),
+    "BipedalWalker": ("ppo_iif_continuous", f"--env-id BipedalWalker-v3 {ADAM} 0.0003 {COMMON} 10", 150, 6.25),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Runs on one environment: every arm with every seed."""
+
+    environment: str
+    script: str
+    arguments: str
+    rounds: int
+    arms: dict[str, str]  # name: its own arguments
+    seeds: int = 5
+    last: bool = False  # after all the others of its suite, because it is slow
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    suite: str
+    environment: str
+    arm: str
+    seed: int
+    rounds: int
+    script: str
+    arguments: str
+
+    @property
+    def name(self):
+        words = "".join(c if c.isalnum() or c == "." else " " for c in f"{self.environment} {self.arm}").split()
+        return f"{words[0]}_{'-'.join(words[1:])}_{self.seed}"
+
+    @property
+    def command(self):
+        return f"python {self.script}.py {self.arguments}"
+
+
+def arms(percent, *names):
+    """The arms of that name, with the arguments that make them."""
+    filtered = f"--filter-percent {percent:g} --filter-when"
+    table = {
+        "influence": f"--filter influence {filtered} always",  # the paper's rule
+        "influence, signal": f"--filter influence {filtered} signal",  # the scripts' default
+        "none": "--filter none",
+        "random": f"--filter random {filtered} always",
+    }
+    return {name: table[name] for name in names}
+
+
+def entry(environment, *names, extra="", own=None, **fields):
+    """An environment in the paper's setting with the arms of these names, and others of its own: {name: arguments}."""
+    script, arguments, rounds, percent = ENVIRONMENTS[environment]
+    return Entry(
+        environment, script, f"{arguments} {extra}".strip(), rounds, {**arms(percent, *names), **(own or {})}, **fields
+    )
+
+
+def sb3(environment):
+    """stable-baselines3's own PPO, with the same arguments."""
+    _, arguments, rounds, _ = ENVIRONMENTS[environment]
+    return Entry(environment, "benchmarks/sb3_ppo", arguments, rounds, {"stable-baselines3": ""})
+
+
+def percents(environment):
+    sweep = {f"{p:g}": arms(p, "influence")["influence"] for p in (6.25, 12.5, 25, 50, 100)}
+    return entry(environment, "none", own=sweep)
+
+
+def rules(environment, *names):
+    """The filters of the paper's appendices B.4 and B.5, in benchmarks/filters.py, at the percent of influence."""
+    suffix = f"{ENVIRONMENTS[environment][3]:g}".replace(".", "_")
+    table = {
+        "H1": f"--filter benchmarks.filters:h1_{suffix} --filter-when always",
+        "H2": f"--filter benchmarks.filters:h2_{suffix} --filter-when always",
+        "TD error": "--filter benchmarks.filters:td_error --filter-when always",
+    }
+    return entry(environment, "influence", "none", "random", own={name: table[name] for name in names})
+
+
+FOUR = ("influence", "influence, signal", "none", "random")
+SUITES = {
+    # Is plain PPO, the arm `none`, right? Against another implementation at the same settings.
+    "baseline": [e for name in ("Acrobot", "LunarLander") for e in (entry(name, "none"), sb3(name))],
+    # Figure 6, Tables 4 and 5
+    "fig6": [
+        entry("FrozenLake", *FOUR),
+        entry("Acrobot", *FOUR),
+        entry("MiniGrid", *FOUR),
+        entry("LunarLander", *FOUR),
+        entry("BipedalWalker", *FOUR),
+        entry("Highway", *FOUR, seeds=3, last=True),
+    ],
+    # Table 3, Figure 15
+    "adam": [
+        entry("MiniGrid", "influence", "none", "random", extra=f"{ADAM} 0.0003"),
+        entry("LunarLander", "influence", "none", "random", extra=f"{ADAM} 0.001"),
+        entry("FrozenLake", "influence", "none", "random", extra=f"{ADAM} 0.0003"),
+    ],
+    # How many runs never get going?
+    "stalled": [
+        entry("Acrobot", "influence", "influence, signal", "none", seeds=20),
+        *(
+            entry(name, "influence", "influence, signal", "none", seeds=10)
+            for name in ("FrozenLake", "MiniGrid", "LunarLander")
+        ),
+    ],
+    # Table 2, Figure 14
+    "percent": [percents(name) for name in ("FrozenLake", "Acrobot", "MiniGrid", "LunarLander")],
+    # Figures 12 and 13
+    "filters": [
+        rules("FrozenLake", "H1", "H2", "TD error"),
+        rules("MiniGrid", "H1", "H2"),
+        rules("LunarLander", "TD error"),
+    ],
+    # MiniGrid's symbols divided by 10, not by 255
+    "minigrid_scale": [entry("MiniGrid", "influence", "none", extra="--obs-scale 10")],
+}
+# Their run times are compared between arms, which must have run side by side: nothing is taken over from another suite.
+TIMED = ("fig6", "adam")
+
+
+def runs_of(suite, seeds=None, only=(), names=(), rounds=None):
+    """The runs of a suite in their order: seed by seed, so that a suite that is cut short has whole seeds, and the arms of one
+    environment next to each other. `seeds` and `rounds` override the table; `only` and `names` choose environments and arms.
+    """
+    queue = []
+    for position, e in enumerate(SUITES[suite]):
+        for seed in range(FIRST_SEED, FIRST_SEED + (seeds or e.seeds)):
+            for arm, own in e.arms.items():
+                if (not only or e.environment in only) and (not names or arm in names):
+                    number = rounds or e.rounds
+                    flags = (e.arguments, own, f"--total-timesteps {number * ROUND} --seed {seed}")
+                    run = Run(suite, e.environment, arm, seed, number, e.script, " ".join(filter(None, flags)))
+                    queue.append(((e.last, seed, position), run))
+    return [run for _, run in sorted(queue, key=lambda pair: pair[0])]
+
+
+def options(arguments):
+    """{option: its values} of a command line. Of an option given twice, the last counts, as for the scripts."""
+    found, option = {}, None
+    for word in shlex.split(arguments):
+        if word.startswith("--"):
+            option = word
+            found[option] = []
+        else:
+            found[option].append(word)
+    return {option: " ".join(values) for option, values in found.items()}
