@@ -6,17 +6,14 @@ shows that a script learns, and nothing about which arm is better.
 """
 
 import csv
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import tyro
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.run import ROOT, call, read_scalars
+
 RESULTS = ROOT / "benchmarks" / "results" / "learning"
 MUJOCO = "--total-timesteps 1000000 --norm-obs --norm-reward --max-grad-norm 0.5 --anneal-lr --clip-vloss --vf-coef 0.25"
 ARMS = {"influence": "--filter influence", "none": "--filter none"}
@@ -79,10 +76,9 @@ def run(figure, label, seed):
             command += ["--resume", str(checkpoints[-1])]
         else:
             command += [*arguments.split(), *labels[label].split(), "--seed", str(seed), "--exp-name", name, "--save-model"]
-        with open(RESULTS / f"{name}.log", "w") as log:
-            status = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
-        if status.returncode:
-            sys.exit(f"{name} failed; see {log.name}")
+        status, _ = call(command, ROOT, RESULTS / f"{name}.log")
+        if status:
+            sys.exit(f"{name} failed; see {RESULTS / name}.log")
         folders = list(ROOT.glob(f"runs/*__{name}__{seed}__*"))
     (folder,) = (folder for folder in folders if (folder / f"{name}.cleanrl_model").exists())
     write_csv(folder, figure, label, seed)
@@ -90,8 +86,7 @@ def run(figure, label, seed):
 
 def write_csv(folder, figure, label, seed):
     """One row a round: return of theta(k) where it was evaluated, mean return of the episodes that ended in round k, ..."""
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    scalars = {tag: [(event.step, event.value) for event in events] for tag, events in read_scalars(folder).items()}
     ends = [step for step, _ in scalars["charts/round"]]
     evaluations = dict(scalars.get("eval/episodic_return", ()))
     kept = dict(scalars.get("influence/records_kept", ()))

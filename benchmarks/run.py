@@ -1,9 +1,9 @@
 """Run a suite of benchmarks/suites.py: `python -m benchmarks.run fig6 --workers 2`.
 
-Every run is a training script in a process of its own, as it is, with one thread, in a folder of its own in benchmarks/work/.
-Its results are results/SUITE/ENVIRONMENT_ARM_SEED.csv, one row a round (the last one: the policy after the last round), and a
-row of results/SUITE/runs.csv: the command, the code, the versions, the cost. Both are written when the run is finished. So a
-suite that was killed goes on with the runs that are not. What another suite has already run is taken over from it.
+Every run is a training script in a process of its own, as it is, with one thread, in a folder of its own in
+results/SUITE/work/. Its results are results/SUITE/ENVIRONMENT_ARM_SEED.csv, one row a round (the last one: the policy after the
+last round), and a row of results/SUITE/runs.csv: the command, the code, the versions, the cost. Both are written when the run
+is finished. So a suite that was killed goes on with the runs that are not. What another suite has run is taken over from it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from benchmarks.suites import SUITES, TIMED, options, runs_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-WORK = ROOT / "benchmarks" / "work"
+TRIAL = ROOT / "benchmarks" / "trial"
 COLUMNS = (
     "suite environment arm percent optimizer seed round global_step return episodes records_kept negative_fraction"
     " rollout_seconds scoring_seconds update_seconds wall_seconds"
@@ -59,7 +59,7 @@ class Args:
     engine: Literal["local", "ray"] = "local"
     """ray: hand the runs to the cluster of RAY_ADDRESS, or to one started here"""
     results: Path | None = None
-    """folder of the results (default: benchmarks/results, and benchmarks/work/trial with --rounds)"""
+    """folder of the results (default: benchmarks/results, and benchmarks/trial with --rounds)"""
 
 
 # ---- one run
@@ -78,9 +78,14 @@ def call(command, cwd, log, on_line=lambda line: None):
         children.add(process)
         if stopping.is_set():
             process.terminate()
-        for line in process.stdout:
-            file.write(line)
-            on_line(line)
+        try:
+            for line in process.stdout:
+                file.write(line)
+                file.flush()
+                on_line(line)
+        except BaseException:
+            process.kill()
+            raise
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         children.discard(process)
@@ -116,9 +121,9 @@ def rows_of(run, folder):
     return rows
 
 
-def execute(run, on_round=lambda: None):
-    """One run from its start to its end. Returns its rows and its record; raises RuntimeError with the end of its log."""
-    folder = WORK / run.suite / run.name
+def execute(run, folder, on_round=lambda: None):
+    """One run from its start to its end, in `folder`. Returns its rows and its record; raises RuntimeError with the end of its
+    log, which stays there."""
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     folder.mkdir(parents=True)
     log = folder / "log.txt"
@@ -158,10 +163,14 @@ def commit():
 # ---- many runs
 
 
-def run_here(runs, workers, on_round):
+def work_folder(results, run):
+    return results.resolve() / run.suite / "work" / run.name
+
+
+def run_here(runs, results, workers, on_round):
     """Yield (run, its rows and record, or an exception) as the runs finish, `workers` at a time."""
     with ThreadPoolExecutor(workers) as pool:
-        futures = {pool.submit(execute, run, lambda run=run: on_round(run)): run for run in runs}
+        futures = {pool.submit(execute, run, work_folder(results, run), lambda run=run: on_round(run)): run for run in runs}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.exception() or future.result()
@@ -173,8 +182,8 @@ def run_here(runs, workers, on_round):
             raise
 
 
-def run_on_ray(runs, on_round):
-    """The same on a Ray cluster, one core a run. The cluster gets a copy of this folder."""
+def run_on_ray(runs, results, on_round):
+    """The same on a Ray cluster, one core a run. The cluster gets a copy of this project."""
     try:
         import ray
         from ray.util.queue import Queue
@@ -183,13 +192,16 @@ def run_on_ray(runs, on_round):
     except ImportError:
         sys.exit("--engine ray needs Ray: pip install -r requirements-benchmarks.txt")
     ray.init(
-        runtime_env={"working_dir": str(ROOT), "excludes": [".git", ".venv", "runs", "benchmarks/work", "benchmarks/results"]},
+        runtime_env={
+            "working_dir": str(ROOT),
+            "excludes": [".git", ".venv", "runs", "benchmarks/trial", "benchmarks/results"],
+        },
         logging_level="warning",
     )
     try:
         progress = Queue()
-        task = ray.remote(num_cpus=1, max_retries=0)(lambda run: execute(run, lambda: progress.put(run)))
-        waiting = {task.remote(run): run for run in runs}
+        task = ray.remote(num_cpus=1, max_retries=0)(lambda run, folder: execute(run, folder, lambda: progress.put(run)))
+        waiting = {task.remote(run, work_folder(results, run)): run for run in runs}
         while waiting:
             done, _ = ray.wait(list(waiting), timeout=1)
             while not progress.empty():
@@ -225,17 +237,16 @@ def save(results, run, rows, record):
     """Write the results of a run; the record last, for it says that the run is finished."""
     write_csv(results / run.suite / f"{run.name}.csv", COLUMNS, rows)
     path = results / run.suite / "runs.csv"
-    with locked(path):
+    with locked(results / run.suite / "work"):
         records = {r["run"]: r for r in read_csv(path)} | {run.name: record}
         write_csv(path, RECORD, [[records[name].get(column) for column in RECORD] for name in sorted(records)])
 
 
 @contextlib.contextmanager
-def locked(path):
-    """Let one process at a time change the file."""
-    WORK.mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-    with open(WORK / f"{name}.lock", "w") as file:
+def locked(folder):
+    """Let one process at a time go on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -287,7 +298,7 @@ def main(args):
             sys.exit(f"{name} {(set(chosen) - known).pop()}: {args.suite} has {'; '.join(sorted(known))}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
-    results = args.results or (WORK / "trial" if args.rounds else RESULTS)
+    results = args.results or (TRIAL if args.rounds else RESULTS)
     queue = runs_of(args.suite, args.seeds, args.only, args.filter, args.rounds)
     rest = to_do(queue, results)
     done, failed, rounds = len(queue) - len(rest), [], Counter()
@@ -303,7 +314,8 @@ def main(args):
 
     with bar:
         describe()
-        outcomes = run_here(rest, args.workers, on_round) if args.engine == "local" else run_on_ray(rest, on_round)
+        local = args.engine == "local"
+        outcomes = run_here(rest, results, args.workers, on_round) if local else run_on_ray(rest, results, on_round)
         with contextlib.closing(outcomes):
             for run, outcome in outcomes:
                 if isinstance(outcome, Exception):

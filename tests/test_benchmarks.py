@@ -1,0 +1,330 @@
+"""The benchmarks' harness, metrics, filters and report."""
+
+import csv
+import importlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import tyro
+
+from benchmarks import filters, metrics, run, suites
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# ---- run.py
+
+
+def toy_suite(suite, results, workers=1, wait_for="-"):
+    command = [sys.executable, str(ROOT / "tests" / "toy_suite.py"), suite, str(results), str(workers), str(wait_for)]
+    return {"args": command, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "cwd": results.parent, "stderr": subprocess.PIPE}
+
+
+def run_toys(*args, **kwargs):
+    return subprocess.run(**toy_suite(*args, **kwargs), text=True, stdout=subprocess.PIPE)
+
+
+def read(path):
+    return list(csv.DictReader(open(path)))
+
+
+def test_a_suite_is_run_and_its_results_are_tidy(tmp_path):
+    results = tmp_path / "results"
+    done = run_toys("good", results, workers=2)
+    assert done.returncode == 0, done.stderr
+    rows = read(results / "good" / "Toy_two-scored_101.csv")
+    assert list(rows[0]) == run.COLUMNS and len(rows) == 4
+    wall = [float(row.pop("wall_seconds")) for row in rows]
+    assert wall == sorted(wall) and wall[0] == 0
+    labels = {"suite": "good", "environment": "Toy", "arm": "two, scored", "percent": "50", "optimizer": "sgd", "seed": "101"}
+    seconds = {"rollout_seconds": "1.0000", "scoring_seconds": "0.5000", "update_seconds": "2.0000"}
+    did = {"records_kept": "1999", "negative_fraction": "0.25", **seconds}
+    assert rows[1] == {**labels, "round": "1", "global_step": "2048", "return": "111", "episodes": "7", **did}
+    last = dict.fromkeys(did, "")
+    assert rows[3] == {**labels, "round": "3", "global_step": "6144", "return": "131", "episodes": "7", **last}
+    assert read(results / "good" / "Toy_one_101.csv")[0]["records_kept"] == "2048"  # not scored: all
+    records = read(results / "good" / "runs.csv")
+    assert [record["run"] for record in records] == ["Toy_one_101", "Toy_two-scored_101"]
+    assert records[0]["command"].startswith("python tests/toy_training.py --optimizer sgd --eval-episodes 7 --then go")
+    assert all(records[0][name] for name in run.RECORD if name != "reused_from") and float(records[0]["cpu_seconds"]) > 0
+    assert sorted(path.name for path in (results / "good" / "work").iterdir()) == ["lock"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_finished_runs_are_skipped_and_identical_ones_reused(tmp_path):
+    results = tmp_path / "results"
+    assert run_toys("good", results).returncode == 0
+    before = {path: path.stat().st_mtime_ns for path in results.glob("good/*.csv")}
+    done = run_toys("good", results)
+    assert done.returncode == 0 and "2 of 2 runs are finished" in done.stdout
+    assert before == {path: path.stat().st_mtime_ns for path in results.glob("good/*.csv")}
+
+    done = run_toys("again", results)
+    assert done.returncode == 0 and "1 of 2 runs are finished" in done.stdout
+    mine, original = (read(results / name) for name in ("again/Toy_uno_101.csv", "good/Toy_one_101.csv"))
+    assert mine == [{**row, "suite": "again", "arm": "uno"} for row in original]
+    fresh, reused = read(results / "again" / "runs.csv")
+    assert (reused["reused_from"], reused["cpu_seconds"]) == ("good/Toy_one_101", "0") and not fresh["reused_from"]
+
+    text = (results / "good" / "runs.csv").read_text()
+    (results / "good" / "runs.csv").write_text(text.replace("6144", "2048"))
+    done = run_toys("good", results)
+    assert done.returncode != 0 and "Toy_one_101.csv is of another command" in done.stderr
+
+
+def test_a_failed_run_is_reported_and_the_others_go_on(tmp_path):
+    results = tmp_path / "results"
+    done = run_toys("broken", results)
+    assert done.returncode == 1
+    assert "Toy_bad_101 failed (exit status 1)" in done.stderr and "ValueError: the toy breaks" in done.stderr
+    assert "Toy_short_101 failed (1 rounds and 2 evaluations" in done.stderr
+    assert done.stderr.strip().endswith("2 of 3 runs failed: Toy_bad_101, Toy_short_101")
+    assert [path.name for path in results.glob("broken/Toy*.csv")] == ["Toy_one_101.csv"]
+    assert [record["run"] for record in read(results / "broken" / "runs.csv")] == ["Toy_one_101"]
+    assert "the toy breaks" in (results / "broken" / "work" / "Toy_bad_101" / "log.txt").read_text()
+    assert not (results / "broken" / "work" / "Toy_bad_101" / "runs").exists()
+
+
+def wait_until(condition):
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise TimeoutError
+
+
+def alive(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks processes up in /proc")
+@pytest.mark.parametrize("how, status", [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_killed_suite_goes_on_and_leaves_nothing_running(tmp_path, how, status):
+    results, go = tmp_path / "results", tmp_path / "go"
+    log = results / "slow" / "work" / "Toy_wait_101" / "log.txt"
+    process = subprocess.Popen(**toy_suite("slow", results, 1, go), stdout=subprocess.DEVNULL)
+    wait_until(lambda: log.exists() and "waiting" in log.read_text())
+    pid = int(log.read_text().split()[1])
+    assert log.read_text().split()[2] == "1"  # OMP_NUM_THREADS
+    process.send_signal(how)
+    process.communicate()
+    assert process.returncode == status
+    wait_until(lambda: not alive(pid))
+    finished = read(results / "slow" / "runs.csv")
+    assert [record["run"] for record in finished] == ["Toy_one_101"]
+    assert not (results / "slow" / "Toy_wait_101.csv").exists()
+    go.touch()
+    done = run_toys("slow", results, 1, go)
+    assert done.returncode == 0 and "1 of 2 runs are finished" in done.stdout
+    assert finished == read(results / "slow" / "runs.csv")[:1]
+    assert len(read(results / "slow" / "Toy_wait_101.csv")) == 4
+    assert not log.parent.exists()
+
+
+def test_ray_runs_the_same(tmp_path):
+    pytest.importorskip("ray")
+    command = [sys.executable, "-m", "benchmarks.run", "fig6", "--only", "FrozenLake", "--filter", "none", "--seeds", "1"]
+    command += ["--rounds", "1", "--workers", "1"]
+    for engine in ("local", "ray"):
+        done = subprocess.run([*command, "--engine", engine, "--results", tmp_path / engine], cwd=ROOT)
+        assert done.returncode == 0
+    one, other = (read(tmp_path / engine / "fig6" / "FrozenLake_none_101.csv") for engine in ("local", "ray"))
+    assert [row["return"] for row in one] == [row["return"] for row in other] and len(one) == 2
+    assert read(tmp_path / "ray" / "fig6" / "runs.csv")[0]["commit"]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--only Pong", "--only Pong: baseline has Acrobot; LunarLander"),
+        ("--filter iif", "--filter iif: baseline has none; stable-baselines3"),
+        ("--seeds 0", "--seeds must be at least 1, got 0"),
+        ("--workers -1", "--workers must be at least 1, got -1"),
+    ],
+)
+def test_bad_arguments_get_one_line(flags, message):
+    command = [sys.executable, "-m", "benchmarks.run", "baseline", *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.strip() == message
+
+
+# ---- suites.py
+
+
+def test_suites_are_what_they_say():
+    for suite in suites.SUITES:
+        queue = suites.runs_of(suite)
+        assert len({r.name for r in queue}) == len(queue) == len({run.key(r.command) for r in queue})
+        for r in queue:
+            given = suites.options(r.arguments)
+            assert given["--eval-episodes"] == ("10" if r.environment == "BipedalWalker" else "20")
+            assert given["--seed"] == str(r.seed) and int(given["--total-timesteps"]) == 2048 * r.rounds
+            assert (ROOT / f"{r.script}.py").exists() and given["--max-grad-norm"] == "0"
+    queue = suites.runs_of("fig6")
+    assert len(queue) == 5 * 5 * 4 + 3 * 4
+    assert [r.seed for r in queue[:20]] == [101] * 20 and {r.environment for r in queue[-12:]} == {"Highway"}
+    assert [r.arm for r in queue[:4]] == ["influence", "influence, signal", "none", "random"]
+    # the arms of an environment differ in nothing but the filter
+    others = {}
+    for r in queue:
+        rest = {k: v for k, v in suites.options(r.arguments).items() if not k.startswith("--filter")}
+        assert others.setdefault((r.environment, r.seed), rest) == rest
+
+
+def test_the_arguments_of_a_suite_are_the_scripts_own():
+    for script, arguments in {(r.script, r.arguments) for s in suites.SUITES for r in suites.runs_of(s, seeds=1)}:
+        module = importlib.import_module(script.replace("/", "."))
+        tyro.cli(module.Args, args=shlex.split(arguments))
+
+
+def test_the_same_run_has_the_same_key():
+    same = ("python a.py --x 1 --y '{\"b\": 2}' --no-cuda", "python a.py --no-cuda --y '{\"b\": 2}' --x 3 --x 1")
+    assert run.key(same[0]) == run.key(same[1])
+    assert run.key(same[0]) != run.key("python a.py --x 2 --y '{\"b\": 2}' --no-cuda")
+    assert run.key("python a.py --x 1") != run.key("python b.py --x 1")
+
+
+# ---- metrics.py
+
+STANDARD = [0.0, 2.0, 1.0, 4.0, 3.0, 6.0]  # K = 5: its levels 2, 4, 6 are reached in rounds 1, 3, 5
+
+
+def test_sample_efficiency_by_hand():
+    # 2 in round 1 (as standard), 4 in round 2 (1 - 2/3), 6 in round 2 (1 - 2/5)
+    found = metrics.sample_efficiency(STANDARD, [0.0, 2.0, 7.0, 5.0, 5.0, 5.0])
+    assert found["SE_ave"] == pytest.approx((0 + 100 / 3 + 60) / 3) and found["SE_peak"] == pytest.approx(60)
+    assert found["missed"] == 0
+    # 2 in round 2 (1 - 2/1), 4 in round 3 (0), 6 never: m = 6 (1 - 6/5)
+    found = metrics.sample_efficiency(STANDARD, [0.0, 1.0, 3.0, 4.0, 4.0, 4.0])
+    assert found["SE_ave"] == pytest.approx((-100 + 0 - 20) / 3) and found["SE_peak"] == pytest.approx(-20)
+    assert found["missed"] == pytest.approx(1 / 3)
+    assert metrics.sample_efficiency(STANDARD, STANDARD) == {"SE_ave": 0, "SE_peak": 0, "missed": 0}
+
+
+def test_levels_start_above_round_zero():
+    assert metrics.levels(STANDARD).tolist() == [2, 4, 6]
+    assert metrics.levels([3.0, 1.0, 3.0, 3.5, 3.5]).tolist() == [3.5]
+    found = metrics.sample_efficiency([3.0, 1.0, 3.0], [3.0, 9.0, 9.0])
+    assert all(np.isnan(value) for value in found.values())
+    assert all(np.isnan(value) for value in metrics.run_time([3.0, 1.0, 3.0], [3.0, 9.0, 9.0], [1, 1], [1, 1]).values())
+    # a run that is above the level from the start needs no round at all
+    assert metrics.sample_efficiency(STANDARD, [9.0] * 6)["SE_ave"] == 100
+
+
+def test_run_time_by_hand():
+    # The peak, 5, is reached by standard in round 2 (after 10 + 20 seconds of 60), by the other in round 1 (after 12).
+    standard, other = [0.0, 1.0, 5.0, 4.0], [0.0, 5.0, 5.0, 5.0]
+    found = metrics.run_time(standard, other, [10, 20, 30], [12, 1, 1])
+    assert found["RT_peak"] == pytest.approx(100 * (1 - 12 / 60))
+    assert found["RT_peak_own"] == pytest.approx(100 * (1 - 12 / 30))
+    # Never: its 9 seconds, and one more round of 3.
+    found = metrics.run_time(standard, [0.0] * 4, [10, 20, 30], [2, 3, 4])
+    assert found["RT_peak"] == pytest.approx(100 * (1 - 12 / 60))
+
+
+def test_smoothing_is_a_trailing_mean_of_five():
+    assert metrics.smooth([1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0]).tolist() == [1, 2, 3, 4, 5, 7, 9]
+
+
+def test_final_return_and_area():
+    assert metrics.final_return(list(range(11))) == 8  # K = 10: the mean of 6, 7, 8, 9, 10
+    assert metrics.final_return(list(range(10))) == 9  # K = 9: the last
+    assert metrics.area([0.0, 1.0, 5.0]) == 2
+
+
+def test_stalled_runs():
+    # Acrobot scores 0.05 at -500 + 0.05 * 420 = -479.
+    assert metrics.normalise("Acrobot", [-500.0, -80.0]).tolist() == [0, 1]
+    low, high = -480.0, -478.0
+    assert not metrics.stalled("Acrobot", [low, low, low, high, high])  # 2 of 4: not more than half
+    assert metrics.stalled("Acrobot", [high, low, low, low, high])
+    assert metrics.stalled_at_end("Acrobot", [high] * 6 + [low] * 5)
+    assert not metrics.stalled_at_end("Acrobot", [low] * 6 + [low] * 4 + [-400.0])
+
+
+def test_t_interval():
+    mean, error, half = metrics.t_interval([1.0, 2.0, 3.0, 4.0, 5.0, np.nan])
+    assert mean == 3 and error == pytest.approx(0.5**0.5) and half == pytest.approx(2.776445 * 0.5**0.5)
+    assert metrics.t_interval([2.0])[0] == 2 and np.isnan(metrics.t_interval([2.0])[2])
+    assert np.isnan(metrics.t_interval([np.nan])[0])
+
+
+def test_aggregates_over_environments():
+    library = pytest.importorskip("rliable.metrics")
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(6, size=(5, 4)) / 5, rng.integers(6, size=(5, 4)) / 5
+    mean, low, high = metrics.interquartile_mean(x)
+    assert mean == pytest.approx(np.sort(x.ravel())[5:15].mean()) and low < mean < high
+    assert metrics.interquartile_mean(x) == (mean, low, high)
+    probability, low, high = metrics.probability_of_improvement(x, y)
+    assert probability == pytest.approx(library.probability_of_improvement(x, y)) and low < probability < high
+    assert metrics.probability_of_improvement(x + 9, y) == (1, 1, 1)
+
+
+# ---- filters.py
+
+
+def small_round(**columns):
+    """Two states, 0 and 1, one action in each but for the third record; episodes of two, two, and one that is cut off."""
+    batch = {
+        "obs": torch.tensor([[0.0], [1.0], [0.0], [1.0], [0.0]]),
+        "actions": torch.tensor([0, 0, 1, 0, 0]),
+        "rewards": torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0]),
+        "dones": torch.tensor([False, True, False, True, False]),
+        "terminations": torch.tensor([False, True, False, False, False]),
+        "values": torch.zeros(5),
+        "next_values": torch.zeros(5),
+        "advantages": torch.zeros(5),
+    }
+    return {**batch, **{name: torch.tensor(values) for name, values in columns.items()}}
+
+
+def test_monte_carlo_advantages_by_hand():
+    # Returns to go 0.5, 1, 0, 0, 2. Q(0, 0) = 1.25, Q(0, 1) = 0, V(0) = 2.5 / 3; Q(1, 0) = V(1) = 0.5.
+    v = 2.5 / 3
+    expected = [1.25 - v, 0, -v, 0, 1.25 - v]
+    assert filters.monte_carlo_advantages(small_round(), gamma=0.5).tolist() == pytest.approx(expected)
+
+
+def test_advantage_heuristics_by_hand():
+    batch = small_round()
+    v = (0.99 + 0 + 2) / 3
+    true = [1.495 - v, 0, -v, 0, 1.495 - v]  # about 0.5, 0, -1, 0, 0.5
+    assert filters.monte_carlo_advantages(batch).tolist() == pytest.approx(true)
+    # Signs differ in records 0 (apart by 0.6, product -0.05), 2 (by 1.3, -0.3), 4 (by 0.9, -0.2) and 1 (by 2, 0: it is
+    # nothing by Monte Carlo and something by estimate); they agree in record 3.
+    batch["advantages"] = torch.tensor([-0.1, 2.0, 0.3, 0.0, -0.4])
+    assert filters.h1(batch, 50).tolist() == [0, 3, 4]
+    assert filters.h2(batch, 50).tolist() == [0, 1, 3]
+    assert filters.h1_50(batch).tolist() == [0, 3, 4]
+    assert filters.h1(batch, 49).tolist() == [0, 2, 3, 4]  # floor(49 * 4 / 100) = 1
+    assert filters.h2(batch, 100).tolist() == [3]
+    assert filters.h2(batch, 0).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_td_error_by_hand():
+    # delta = r + 0.5 * V(s') * (no termination) - V(s) = 1, -3, 0.5, 2, 0: the ranks of their sizes are 3, 1, 4, 2, 5
+    batch = small_round(
+        rewards=[0.0, 0.0, 0.5, 1.0, 0.0],
+        values=[0.0, 3.0, 0.0, 0.0, 1.0],
+        next_values=[2.0, 100.0, 0.0, 2.0, 2.0],
+    )
+    expected = [rank**-0.6 for rank in (3, 1, 4, 2, 5)]
+    assert filters.td_error(batch, gamma=0.5).tolist() == pytest.approx(expected)
+
+
+def test_filters_reach_the_scripts(tmp_path):
+    flags = "--env-id FrozenLake-v1 --num-steps 256 --total-timesteps 512 --filter benchmarks.filters:h2_12_5"
+    status, cpu = run.call([sys.executable, str(ROOT / "ppo_iif.py"), *flags.split()], tmp_path, tmp_path / "log.txt")
+    assert status == 0 and cpu > 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert len(run.read_scalars(folder)["influence/records_kept"]) == 2
