@@ -15,7 +15,8 @@ import pytest
 import torch
 import tyro
 
-from benchmarks import filters, metrics, run, suites
+import ppo_iif
+from benchmarks import filters, fixed_reference, metrics, report, run, suites
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -328,3 +329,134 @@ def test_filters_reach_the_scripts(tmp_path):
     assert status == 0 and cpu > 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert len(run.read_scalars(folder)["influence/records_kept"]) == 2
+
+
+# ---- report.py
+
+
+def write_results(results, suite, environment, arm, seed, returns, scoring=0.5):
+    """A finished run of a table's suite, each round with a second of rollout, `scoring`, and two seconds of update."""
+    (r,) = (r for r in suites.runs_of(suite, seed - 100, (environment,), (arm,)) if r.seed == seed)
+    rows = []
+    for k, value in enumerate(returns):
+        did = [1500, 0.5, 1, scoring, 2] if k < len(returns) - 1 else [""] * 5
+        rows.append([suite, environment, arm, 50, "sgd", seed, k, 2048 * k, value, 20, *did, k])
+    record = {"run": r.name, "command": r.command, "rounds": r.rounds, "commit": "abc", "cpu_seconds": 1800}
+    run.save(results, r, rows, {**record, "finished": f"2026-12-0{seed - 100}", **dict.fromkeys(run.RECORD[6:10], "1")})
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Two seeds of FrozenLake: of 101 the standard run reaches 0.2 and 0.4 in rounds 1 and 2, of 102 0.5 in round 2."""
+    curves = {
+        ("none", 101): [0, 0.2, 0.4, 0.1],
+        ("influence", 101): [0, 0.4, 0.4, 0.3],
+        ("random", 101): [0, 0.1, 0.2, 0.4],
+        ("none", 102): [0, 0, 0.5, 0.2],
+        ("influence", 102): [0, 0.1, 0.1, 0.1],
+    }
+    for (arm, seed), returns in curves.items():
+        write_results(tmp_path, "fig6", "FrozenLake", arm, seed, returns, scoring=0 if arm == "none" else 0.5)
+    return tmp_path
+
+
+def cells(markdown, label):
+    """The cells of the rows of this label."""
+    return [[c.strip() for c in line.split("|")[2:-1]] for line in markdown.splitlines() if line.startswith(f"| {label} |")]
+
+
+def test_report_by_hand(results):
+    block = report.block("fig6", results)
+    # Seed 101: 0.2 in round 1 (0), 0.4 in round 1 (50): 25. Seed 102: never, m = 4: 1 - 4 / 2 = -100. Mean -37.5, SE 62.5.
+    assert cells(block, "SE_ave, influence against none")[0] == ["-37.5 ± 62.5"]
+    assert cells(block, "SE_peak, influence against none")[0] == ["-25.0 ± 75.0"]
+    # Standard takes 3 s a round, 9 in all. 101: 3.5 s; 102: four rounds of 3.5 s. 1 - 3.5 / 9 = 0.611, 1 - 14 / 9 = -0.556
+    assert cells(block, "RT_peak, influence against none")[0] == ["2.8 ± 58.3"]
+    assert cells(block, "**RT_peak**, the paper's") == [["29.5 ± 2.9"]]
+    # One seed: 0.2 in round 2 (-100), 0.4 in round 3 (-50). Its scoring does not count: 9 of 9 s.
+    assert cells(block, "SE_ave, random against none")[0] == ["-75.0"]
+    assert cells(block, "RT_peak, random against none")[0] == ["0.0"]
+    # 101 standard, 102 other: 0.2 in round 2 (-100), 0.4 in round 2 (0); the other way: 0.5 never, -100. -50 and -100
+    assert cells(block, "SE_ave, none against none of other seeds")[0] == ["-75.0 ± 25.0"]
+    assert cells(block, "influence against none") == [["50"]]  # levels never reached: none of two, one of one
+    assert "FrozenLake (1 to 2 seeds)" in block and "Acrobot (" not in block
+
+    final = report.block("final", results)
+    # areas of influence 1.1 / 4 and 0.3 / 4, of none 0.7 / 4 twice; the interval is 0 +- 12.706 * 0.1
+    assert cells(final, "influence")[0] == ["0.175 ± 0.100"]
+    assert cells(final, "influence minus none")[0] == ["0.000 [-1.271, 1.271]"]
+    assert cells(final, "influence minus none")[1] == ["0.050 [-1.856, 1.956]"]  # last returns: 0.2 and -0.1
+    runtime = report.block("runtime", results)
+    assert cells(runtime, "FrozenLake (2 seeds)")[0][:4] == ["0.500", "0.25 (0.05)", "2.000 / 2.000", "1.00 (0.75)"]
+    assert cells(runtime, "FrozenLake (2 seeds)")[0][4] == "10.5 / 9.0"
+    (cost,) = cells(report.block("cost", results), "`python -m benchmarks.run fig6`")
+    assert cost == ["5 of 112", "0", "2.5", "2026-12-01 to 2026-12-02", "abc"]
+    assert report.block("adam", results) == "Not yet run: `python -m benchmarks.run adam`."
+
+
+def test_stalled_runs_are_counted(tmp_path):
+    for seed, returns in ((101, [-500, -500, -490, -100]), (102, [-500, -100, -100, -500]), (103, [-500, -100, -90, -80])):
+        write_results(tmp_path, "stalled", "Acrobot", "none", seed, returns)
+    (found,) = cells(report.block("stalled", tmp_path), "Acrobot, none")
+    assert found[:3] == ["3", "1", "1"]
+
+
+def test_figures_are_drawn_from_what_there_is(results):
+    for environment, returns in (("FrozenLake", [0, 1]), ("MiniGrid", [0.1, 0.2, 0.3])):
+        write_results(results, "stalled", environment, "none", 101, returns)
+    for suite in ("fig6", "stalled"):
+        report.draw(results, suite)
+        assert 2000 < (results / suite / f"{suite}.png").stat().st_size < 150_000
+
+
+def test_blocks_go_between_their_markers():
+    text = "a\n<!-- report: x -->\nold\n<!-- end -->\nb\n<!-- report: y -->\n<!-- end -->\n"
+    text = report.insert(report.insert(text, "x", "new \\1"), "y", "more")
+    assert text == "a\n<!-- report: x -->\nnew \\1\n<!-- end -->\nb\n<!-- report: y -->\nmore\n<!-- end -->\n"
+    assert report.insert(text, "x", "new \\1") == text
+    with pytest.raises(SystemExit, match="found 0"):
+        report.insert(text, "z", "new")
+
+
+@pytest.mark.parametrize("name", report.BLOCKS)
+def test_the_readme_shows_the_committed_results(name):
+    text = report.README.read_text()
+    assert report.insert(text, name, report.block(name)) == text
+
+
+# ---- fixed_reference.py
+
+
+def test_own_reference_is_the_influence_of_the_script():
+    torch.manual_seed(0)
+    training = fixed_reference.Training("FrozenLake", 1)
+    batch = training.collect()
+    expected = ppo_iif.score(training.agent, batch, training.args, torch.Generator().manual_seed(5))
+    found = fixed_reference.influence_on(batch, training, batch, torch.Generator().manual_seed(5))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    # Against a reference of two records, by autograd, for some records.
+    reference = {name: x[:2] for name, x in batch.items()}
+    found = fixed_reference.influence_on(reference, training, batch, torch.Generator().manual_seed(5))
+    params = list(training.agent.actor.parameters())
+    direction = torch.autograd.grad(fixed_reference.target(training.agent, reference), params)
+    inds = torch.randperm(2048, generator=torch.Generator().manual_seed(5))
+    a = batch["advantages"][inds[:64]]
+    for i in range(3):
+        log_pi = training.agent.get_logprob(batch["obs"][inds[i]][None], batch["actions"][inds[i]][None])
+        grads = torch.autograd.grad(log_pi.sum(), params)
+        product = sum((g * d).sum() for g, d in zip(grads, direction))
+        torch.testing.assert_close(found[inds[i]], (a[i] - a.mean()) / (a.std() + 1e-8) * product, rtol=1e-3, atol=1e-6)
+
+
+def test_fixed_reference_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(fixed_reference, "EPISODES", 2)
+    rows = fixed_reference.run("FrozenLake", 101, 1101, rounds=2)
+    assert [row[2:4] for row in rows] == [[0, "own"], [0, "fixed"], [1, "own"], [1, "fixed"]]
+    assert all(0 < row[4] < 2048 for row in rows)
+    for seed, change in ((101, 0.25), (102, 0.75)):
+        rows = [["FrozenLake", seed, k, name, 9, k - 0.5, change] for k in range(2) for name in ("own", "fixed")]
+        run.write_csv(tmp_path / "fixed_reference" / f"FrozenLake_{seed}.csv", fixed_reference.COLUMNS, rows)
+    (found,) = cells(report.block("fixed_reference", tmp_path), "FrozenLake, the fixed reference")
+    assert found == ["2", "50%", "0.5 [-2.68, 3.68]"]  # 12.706 * 0.25
+    fixed_reference.draw(tmp_path)
+    assert (tmp_path / "fixed_reference" / "fixed_reference.png").exists()
