@@ -11,6 +11,7 @@ without those of negative influence on the reference. What is compared is the ta
 import copy
 import shlex
 import sys
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,13 +20,14 @@ import tyro
 
 import ppo_iif
 from benchmarks import metrics
-from benchmarks.run import RESULTS, read_csv, write_csv
-from benchmarks.suites import ENVIRONMENTS, FIRST_SEED
+from benchmarks.run import RESULTS, code, now, read_csv, save
+from benchmarks.suites import ENVIRONMENTS, FIRST_SEED, Run
 from iif_core import filter_bottom, influence_scores, target_gradient
 
 SUITE = "fixed_reference"
 CHOSEN = ("FrozenLake", "Acrobot")
 EPISODES = 100
+SEEDS = tuple(range(FIRST_SEED, FIRST_SEED + 5))
 REFERENCES = ("own", "fixed")
 COLUMNS = "environment seed round reference dropped target_change return_change".split()
 
@@ -34,8 +36,8 @@ COLUMNS = "environment seed round reference dropped target_change return_change"
 class Args:
     only: tuple[str, ...] = CHOSEN
     """environments"""
-    seeds: int = 5
-    """number of seeds, from 101 up"""
+    seeds: tuple[int, ...] = SEEDS
+    """seeds of the runs; their experts have 1000 more"""
 
 
 class Training:
@@ -96,7 +98,13 @@ def influence_on(reference, training, batch, generator):
     return influence_scores(agent, losses, direction, len(inds))
 
 
-def run(environment, seed, expert_seed, rounds=None):
+def runs(only=CHOSEN, seeds=SEEDS):
+    table = [(seed, environment) for seed in seeds for environment in only]
+    script = "benchmarks/fixed_reference"
+    return [Run(SUITE, e, "reference", seed, ENVIRONMENTS[e][2], script, f"--only {e} --seeds {seed}") for seed, e in table]
+
+
+def execute(environment, seed, expert_seed, rounds=None):
     """The rows of one seed."""
     expert = Training(environment, expert_seed)
     for _ in range(rounds or expert.rounds):
@@ -129,8 +137,8 @@ def load(results):
     """{environment: {reference: (change of the target, change of the return), each [seeds, rounds]}}."""
     data = {}
     for path in sorted((results / SUITE).glob("*.csv")):
-        rows = read_csv(path)
-        for name in REFERENCES:
+        rows = read_csv(path) if path.name != "runs.csv" else []
+        for name in REFERENCES if rows else ():
             mine = [row for row in rows if row["reference"] == name]
             changes = [[float(row[column]) for row in mine] for column in ("target_change", "return_change")]
             data.setdefault(mine[0]["environment"], {}).setdefault(name, []).append(changes)
@@ -187,9 +195,11 @@ if __name__ == "__main__":
     if set(args.only) - set(CHOSEN):
         sys.exit(f"--only {(set(args.only) - set(CHOSEN)).pop()}: not one of {', '.join(CHOSEN)}")
     torch.set_num_threads(1)
-    for seed in range(FIRST_SEED, FIRST_SEED + args.seeds):
-        for environment in args.only:
-            path = RESULTS / SUITE / f"{environment}_{seed}.csv"
-            if not path.exists():
-                print(path.stem, flush=True)
-                write_csv(path, COLUMNS, run(environment, seed, expert_seed=seed + 1000))
+    for run in runs(args.only, args.seeds):
+        if not (RESULTS / SUITE / f"{run.name}.csv").exists():
+            print(run.name, flush=True)
+            record = {"run": run.name, "command": run.command, "rounds": run.rounds, **code(run.script)}
+            start = time.process_time()
+            rows = execute(run.environment, run.seed, expert_seed=run.seed + 1000)
+            record |= {"cpu_seconds": f"{time.process_time() - start:.1f}", "finished": now()}
+            save(RESULTS, run, rows, record, COLUMNS)

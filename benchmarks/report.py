@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Annotated
 
 import numpy as np
@@ -364,32 +365,20 @@ def stalled(results):
 
 def percent(results):
     data = load(results, "percent")
+    against = {f"{p}% against none": (p, "none") for p in ("6.25", "12.5", "25", "50", "100")}
+    against["random at the paper's percent against none"] = ("random", "none")
+    against["none against none of other seeds"] = ("none", "none")
     rows = []
     for name in ("SE_ave", "SE_peak"):
-        for p in ("6.25", "12.5", "25", "50", "100"):
+        for label, (arm, other) in against.items():
             cells = []
             for e, arms in data.items():
-                ours = mean_and_error(efficiency(arms, p, "none")[name])
-                paper = PAPER["percent"][e].get(p, {}).get(name)
+                ours, paper = mean_and_error(efficiency(arms, arm, other)[name]), PAPER["percent"][e].get(arm, {}).get(name)
                 cells.append(ours + f" ({paper})" * bool(ours and paper))
-            rows.append([f"{name}, {p}% dropped", *cells])
-        rows.append(
-            [
-                f"{name}, none against none of other seeds",
-                *(mean_and_error(efficiency(a, "none", "none")[name]) for a in data.values()),
-            ]
-        )
+            rows.append([f"{name}, {label}", *cells])
     header = ["%, mean ± SE (the paper's)", *(f"{e} ({seeds_of(arms)} seeds)" for e, arms in data.items())]
-    against = {f"{p}% against none": (p, "none") for p in ("6.25", "12.5", "25", "50", "100")}
-    against["none against none of other seeds"] = ("none", "none")
-    return "\n\n".join(
-        [
-            picture("percent", "Return against rounds for each percent"),
-            f"*{BANDS}*",
-            table(header, rows),
-            returns_table(data, against=against),
-        ]
-    )
+    parts = [picture("percent", "Return against rounds for each percent"), f"*{BANDS}*", table(header, rows)]
+    return "\n\n".join([*parts, returns_table(data, against=against)])
 
 
 def other_filters(results):
@@ -420,25 +409,23 @@ def minigrid_scale(results):
 
 def cost(results):
     """What was run, with which code, at what cost."""
+    commands = {suite: (f"benchmarks.run {suite}", {run.name for run in runs_of(suite)}) for suite in SUITES}
+    commands[fixed_reference.SUITE] = ("benchmarks.fixed_reference", {run.name for run in fixed_reference.runs()})
     rows, versions = [], Counter()
-    for suite in SUITES:
-        records = read_csv(results / suite / "runs.csv")
-        own = [r for r in records if not r["reused_from"]]
-        wanted = {run.name for run in runs_of(suite)}
+    for suite, (command, wanted) in commands.items():
+        records = sorted(read_csv(results / suite / "runs.csv"), key=lambda record: record["finished"])
+        own = [record for record in records if not record["reused_from"]]
         if records:
-            hours = sum(float(r["cpu_seconds"]) for r in own) / 3600
-            days = sorted({r["finished"][:10] for r in own})
-            commits = list(dict.fromkeys(r["commit"] for r in sorted(own, key=lambda r: r["finished"])))
-            count = f"{len({r['run'] for r in records} & wanted)} of {len(wanted)}"
-            row = [f"`python -m benchmarks.run {suite}`", count, len(records) - len(own), f"{hours:.1f}"]
-            rows.append(
-                [*row, *(" to ".join(dict.fromkeys((found[0], found[-1]))) if own else "" for found in (days, commits))]
-            )
+            hours = sum(float(record["cpu_seconds"]) for record in own) / 3600
+            spans = [[record["finished"][:10] for record in own], [record["commit"] for record in own]]
+            spans = [" to ".join(dict.fromkeys((span[0], span[-1]))) if span else "" for span in spans]
+            count = f"{len({record['run'] for record in records} & wanted)} of {len(wanted)}"
+            rows.append([f"`python -m {command}`", count, len(records) - len(own), f"{hours:.1f}", *spans])
             versions.update((r["python"], r["torch"], r["numpy"], r["gymnasium"]) for r in own)
-    header = ["command", "runs finished", "of them taken from another suite", "CPU hours", "date", "commit"]
     if not rows:
         return "Nothing has been run yet."
-    said = "; ".join("Python {}, torch {}, numpy {}, Gymnasium {}".format(*v) for v in versions)
+    header = ["command", "runs finished", "of them taken from another suite", "CPU hours", "date", "commit"]
+    said = "; ".join("Python {}, torch {}, numpy {}, Gymnasium {}".format(*found) for found in versions)
     return f"{table(header, rows)}\n\nVersions: {said}."
 
 
@@ -521,7 +508,7 @@ def draw(results, suite):
         ax.set_axis_off()
     handles = {label: h for ax in axes.flat for h, label in zip(*ax.get_legend_handles_labels())}
     if handles:
-        figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
+        figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=8)
     figure.supxlabel("round k", fontsize=9)
     figure.supylabel("return of theta(k)", fontsize=9)
     save_small(figure, results / suite / f"{suite}.png")
@@ -546,6 +533,8 @@ if __name__ == "__main__":
     args = tyro.cli(Args)
     if set(args.blocks) - set(BLOCKS):
         sys.exit(f"{(set(args.blocks) - set(BLOCKS)).pop()} is no block: {', '.join(BLOCKS)}")
+    if not find_spec("rliable"):
+        sys.exit("benchmarks.report needs rliable: pip install -r requirements-benchmarks.txt")
     text = README.read_text()
     for name in args.blocks or BLOCKS:
         suite = BLOCKS[name][1]

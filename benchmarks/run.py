@@ -99,7 +99,8 @@ def read_scalars(folder):
 
 
 def rows_of(run, folder):
-    """The rows of a finished run, one a round: the return of theta(k) and what round k did; last, the final policy."""
+    """The rows of a finished run, one a round: the return of theta(k) and what round k did; last, the final policy. The
+    wall-clock starts when theta(0) has been evaluated, and includes evaluation."""
     scalars = read_scalars(folder)
     given = options(run.arguments)
     percent = given.get("--filter-percent", "")
@@ -141,12 +142,15 @@ def execute(run, folder, on_round=lambda: None):
         end = "\n".join(log.read_text().splitlines()[-15:])
         raise RuntimeError(f"{run.name} failed ({error}); the end of {log}:\n{end}") from None
     shutil.rmtree(folder)
-    now = datetime.datetime.now(datetime.timezone.utc)
-    return rows, {**record, "cpu_seconds": f"{cpu:.1f}", "finished": now.isoformat(timespec="seconds")}
+    return rows, {**record, "cpu_seconds": f"{cpu:.1f}", "finished": now()}
+
+
+def now():
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def code(script):
-    """Which code runs: the commit, a hash of the script and its module, versions."""
+    """Which code runs: the commit, a hash of the script and of iif_core.py, versions."""
     scripts = hashlib.sha256(b"".join((ROOT / f"{name}.py").read_bytes() for name in (script, "iif_core"))).hexdigest()[:12]
     packages = {name: version(name) for name in ("torch", "numpy", "gymnasium")}
     return {"commit": commit(), "scripts": scripts, "python": platform.python_version(), **packages}
@@ -233,9 +237,9 @@ def write_csv(path, columns, rows):
     os.replace(f"{path}.tmp", path)
 
 
-def save(results, run, rows, record):
+def save(results, run, rows, record, columns=COLUMNS):
     """Write the results of a run; the record last, for it says that the run is finished."""
-    write_csv(results / run.suite / f"{run.name}.csv", COLUMNS, rows)
+    write_csv(results / run.suite / f"{run.name}.csv", columns, rows)
     path = results / run.suite / "runs.csv"
     with locked(results / run.suite / "work"):
         records = {r["run"]: r for r in read_csv(path)} | {run.name: record}

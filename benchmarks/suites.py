@@ -91,7 +91,7 @@ def sb3(environment):
 
 def percents(environment):
     sweep = {f"{p:g}": arms(p, "influence")["influence"] for p in (6.25, 12.5, 25, 50, 100)}
-    return entry(environment, "none", own=sweep)
+    return entry(environment, "none", "random", own=sweep)
 
 
 def rules(environment, *names):

@@ -158,6 +158,13 @@ def test_bad_arguments_get_one_line(flags, message):
     assert done.returncode == 1 and done.stderr.strip() == message
 
 
+@pytest.mark.parametrize("engine, missing", [("local", "tqdm"), ("ray", "ray")])
+def test_a_missing_extra_gets_one_line(tmp_path, monkeypatch, engine, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit, match="pip install -r requirements-benchmarks.txt"):
+        run.main(run.Args("fig6", engine=engine, results=tmp_path))
+
+
 # ---- suites.py
 
 
@@ -450,7 +457,7 @@ def test_own_reference_is_the_influence_of_the_script():
 
 def test_fixed_reference_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(fixed_reference, "EPISODES", 2)
-    rows = fixed_reference.run("FrozenLake", 101, 1101, rounds=2)
+    rows = fixed_reference.execute("FrozenLake", 101, 1101, rounds=2)
     assert [row[2:4] for row in rows] == [[0, "own"], [0, "fixed"], [1, "own"], [1, "fixed"]]
     assert all(0 < row[4] < 2048 for row in rows)
     for seed, change in ((101, 0.25), (102, 0.75)):
