@@ -1,26 +1,26 @@
 """What is measured on the curves of two runs with the same seed, and how seeds are put together. Fixed before any result.
 
-A curve is the returns of theta(k), k = 0..K: the evaluation at k is of the policy before round k, that at K of the policy after
-the last round. Nothing is smoothed, but for a second version of each metric, on curves whose every value is the mean of
+A curve is the returns of theta(k), k = 0..K: the evaluation at k is of the policy before round k, that at K of the policy
+after the last round. Nothing is smoothed, but for a second version of each metric, on curves whose every value is the mean of
 itself and the up to four before it (`smooth`).
 
-- Levels: the strictly increasing running maxima of the standard run at k >= 1 that lie above its return at k = 0 (paper section
-  5.2). The peak is the highest of them. A standard run that never rises above its start has none: every metric below that
+- Levels: the strictly increasing running maxima of the standard run at k >= 1 that lie above its return at k = 0 (paper
+  section 5.2). The peak is the highest of them. A standard run that never rises above its start has none: every metric that
   needs a level is nan for this seed, and such seeds are counted.
 - m(v): the earliest k with a return of at least v. A level that the other run never reaches counts as m = K + 1, so that the
   reduction (1 - m_other(v) / m_standard(v)) * 100 is negative; the share of such levels is reported.
 - SE_ave: the mean reduction over the levels. SE_peak: that at the peak.
-- Seconds are those of rollout, scoring and update, without evaluation; the arm `random` scores only to know how many
-  records to drop, so its scoring does not count. RT_peak, as the paper computes it: 1 - (the other run's seconds until it reaches the
+- Seconds are those of rollout, scoring and update, without evaluation; the arm `random` scores only to know how many records
+  to drop, so its scoring does not count. RT_peak, as the paper computes it: 1 - (the other run's seconds until it reaches the
   standard run's peak) / (the standard run's seconds for all its rounds). A second version divides by the standard run's own
   seconds to its peak. A peak never reached counts as one more round of the mean length.
 - Final return: the mean of the last five evaluations (if K < 10: the last one).
 - Area under the curve: the mean of all K + 1 evaluations.
 - Normalised score: (return - low) / (high - low), with the fixed values of REFERENCE.
-- A run is stalled if more than half of its evaluations at k >= 1 have a normalised score below 0.05; it is stalled at the end if
-  its final return has.
-- Over seeds: mean, standard error (standard deviation with n - 1, over sqrt(n)), and the 95% interval mean +- t * SE with the 0.975
-  quantile of Student's t for n - 1 degrees of freedom.
+- A run is stalled if more than half of its evaluations at k >= 1 have a normalised score below 0.05; it is stalled at the end
+  if its final return has.
+- Over seeds: mean, standard error (standard deviation with n - 1, over sqrt(n)), and the 95% interval mean +- t * SE with the
+  0.975 quantile of Student's t for n - 1 degrees of freedom.
 """
 
 import numpy as np
@@ -132,7 +132,7 @@ def t_quantile(degrees):
 
 
 def interquartile_mean(scores, reps=2000):
-    """IQM of normalised scores [seeds, environments] and its 95% interval by a bootstrap stratified by environment (rliable)."""
+    """IQM of normalised scores [seeds, environments], and its 95% interval by rliable's stratified bootstrap."""
     from rliable import library, metrics
 
     return _bootstrap(library, scores, metrics.aggregate_iqm, reps)

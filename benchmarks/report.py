@@ -136,13 +136,17 @@ def table(header, rows):
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
+def number(x, decimals):
+    return f"{round(float(x), decimals) + 0.0:.{decimals}f}"  # never -0.0
+
+
 def mean_and_error(values, decimals=1):
     """Mean ± standard error; how many values are undefined, if any."""
     if not len(values):
         return ""
     mean, error, _ = metrics.t_interval(values)
     undefined = int(np.isnan(values).sum())
-    text = "–" if np.isnan(mean) else f"{mean:.{decimals}f}" + ("" if np.isnan(error) else f" ± {error:.{decimals}f}")
+    text = "–" if np.isnan(mean) else number(mean, decimals) + ("" if np.isnan(error) else f" ± {number(error, decimals)}")
     return text + (f" ({undefined} undefined)" if undefined else "")
 
 
@@ -151,7 +155,8 @@ def interval(values, decimals):
     if not len(values):
         return ""
     mean, _, half = metrics.t_interval(values)
-    return f"{mean:.{decimals}f}" + ("" if np.isnan(half) else f" [{mean - half:.{decimals}f}, {mean + half:.{decimals}f}]")
+    low, high = number(mean - half, decimals), number(mean + half, decimals)
+    return number(mean, decimals) + ("" if np.isnan(half) else f" [{low}, {high}]")
 
 
 def decimals_of(environment):
@@ -159,9 +164,11 @@ def decimals_of(environment):
     return 3 if high - low <= 1 else 1
 
 
-def seeds_of(arms):
+def with_seeds(environment, arms):
+    """The name of an environment and how many seeds its arms have."""
     counts = sorted({len(curves) for curves in arms.values() if curves})
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    seeds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{environment} ({seeds} seed{'s' * (counts[-1] > 1)})"
 
 
 def picture(suite, text):
@@ -188,7 +195,7 @@ def efficiency_table(data, names, paper=None, smoothed=False):
             cells = [mean_and_error(efficiency(arms, arm, other, smoothed)[name]) for arms in data.values()]
             if any(cells):
                 rows.append([f"{name}, {label}", *cells])
-    return table(["%, mean ± SE", *(f"{e} ({seeds_of(arms)} seeds)" for e, arms in data.items())], rows)
+    return table(["%, mean ± SE", *(with_seeds(e, arms) for e, arms in data.items())], rows)
 
 
 def missed_table(data):
@@ -200,12 +207,12 @@ def missed_table(data):
     return table(["levels never reached, %", *data], rows)
 
 
-def returns_table(data, arms_of_interest=None, against=AGAINST):
+def returns_table(data, against=AGAINST):
     """Area under the curve and final return: of each arm, and differences with 95% intervals."""
     blocks = []
     for title, statistic in (("area under the curve", metrics.area), ("final return", metrics.final_return)):
         rows = []
-        for arm in arms_of_interest or dict.fromkeys(arm for arms in data.values() for arm in arms):
+        for arm in dict.fromkeys(arm for arms in data.values() for arm in arms):
             cells = []
             for e, arms in data.items():
                 values = [statistic(curve.returns) for curve in arms.get(arm, {}).values()]
@@ -215,15 +222,8 @@ def returns_table(data, arms_of_interest=None, against=AGAINST):
             cells = [interval(differences(arms, arm, other, statistic), decimals_of(e)) for e, arms in data.items()]
             if any(cells):
                 rows.append([label.replace(" against ", " minus "), *cells])
-        blocks.append(
-            table(
-                [
-                    title + ", mean ± SE, differences with 95% interval",
-                    *(f"{e} ({seeds_of(arms)} seeds)" for e, arms in data.items()),
-                ],
-                rows,
-            )
-        )
+        header = [f"{title}, mean ± SE, differences with 95% interval", *(with_seeds(e, arms) for e, arms in data.items())]
+        blocks.append(table(header, rows))
     return "\n\n".join(blocks)
 
 
@@ -238,8 +238,8 @@ def fig6(results):
         [
             picture("fig6", "Return against rounds, all arms"),
             f"*Return of theta(k) against the round k. {BANDS}*",
-            f"Percent of the negative records dropped: {percents}. The authors picked it as the best for each environment; it is"
-            " theirs here, not picked again.",
+            f"Percent of the negative records dropped: {percents}. The authors picked it as the best for each environment; it"
+            " is theirs here, not picked again.",
             efficiency_table(data, names, PAPER["fig6"]),
             "The same on smoothed curves (trailing mean of five rounds):",
             efficiency_table(data, names, smoothed=True),
@@ -276,12 +276,8 @@ def aggregates(data):
     rows = []
     for title, statistic in (("area under the curve", metrics.area), ("final return", metrics.final_return)):
         for arm in names:
-            rows.append(
-                [
-                    f"{title}: IQM of {arm}",
-                    "{:.3f} [{:.3f}, {:.3f}]".format(*metrics.interquartile_mean(scores(arm, statistic))),
-                ]
-            )
+            found = metrics.interquartile_mean(scores(arm, statistic))
+            rows.append([f"{title}: IQM of {arm}", "{:.3f} [{:.3f}, {:.3f}]".format(*found)])
         for arm, other in (("influence", "none"), ("influence, signal", "none"), ("influence", "random"), ("random", "none")):
             found = metrics.probability_of_improvement(scores(arm, statistic), scores(other, statistic))
             rows.append([f"{title}: probability that {arm} beats {other}", "{:.2f} [{:.2f}, {:.2f}]".format(*found)])
@@ -297,7 +293,7 @@ def runtime(results):
         if not both:
             continue
         scoring, update, standard = (
-            np.mean([np.mean(x) for x in column])
+            np.mean([np.median(x) for x in column])
             for column in zip(*((mine.scoring, mine.update, other.update) for mine, other in both))
         )
         total, of_standard = (np.mean([c.seconds.sum() for c in column]) for column in zip(*both))
@@ -376,7 +372,7 @@ def percent(results):
                 ours, paper = mean_and_error(efficiency(arms, arm, other)[name]), PAPER["percent"][e].get(arm, {}).get(name)
                 cells.append(ours + f" ({paper})" * bool(ours and paper))
             rows.append([f"{name}, {label}", *cells])
-    header = ["%, mean ± SE (the paper's)", *(f"{e} ({seeds_of(arms)} seeds)" for e, arms in data.items())]
+    header = ["%, mean ± SE (the paper's)", *(with_seeds(e, arms) for e, arms in data.items())]
     parts = [picture("percent", "Return against rounds for each percent"), f"*{BANDS}*", table(header, rows)]
     return "\n\n".join([*parts, returns_table(data, against=against)])
 
@@ -390,7 +386,7 @@ def other_filters(results):
         for label, (arm, other) in against.items():
             cells = [mean_and_error(efficiency(arms, arm, other)[name]) for arms in data.values()]
             rows.append([f"{name}, {label}", *cells])
-    header = ["%, mean ± SE", *(f"{e} ({seeds_of(arms)} seeds)" for e, arms in data.items())]
+    header = ["%, mean ± SE", *(with_seeds(e, arms) for e, arms in data.items())]
     return "\n\n".join(
         [
             picture("filters", "Return against rounds with other filters"),
@@ -475,7 +471,7 @@ def draw(results, suite):
     if suite == "stalled":  # a panel for each arm as well
         panels = [(f"{e}, {arm}", e, {arm: arms[arm]}) for e, arms in data.items() for arm in arms if arms[arm]]
     else:
-        panels = [(f"{e} ({seeds_of(arms)} seeds)", e, arms) for e, arms in data.items()]
+        panels = [(with_seeds(e, arms), e, arms) for e, arms in data.items()]
     columns = len(panels) if len(panels) < 4 else 2 if len(panels) == 4 else 3
     height = -(-len(panels) // columns)
     figure, axes = plt.subplots(

@@ -1,9 +1,10 @@
 """Run a suite of benchmarks/suites.py: `python -m benchmarks.run fig6 --workers 2`.
 
 Every run is a training script in a process of its own, as it is, with one thread, in a folder of its own in
-results/SUITE/work/. Its results are results/SUITE/ENVIRONMENT_ARM_SEED.csv, one row a round (the last one: the policy after the
-last round), and a row of results/SUITE/runs.csv: the command, the code, the versions, the cost. Both are written when the run
-is finished. So a suite that was killed goes on with the runs that are not. What another suite has run is taken over from it.
+results/SUITE/work/. Its results are results/SUITE/ENVIRONMENT_ARM_SEED.csv, one row a round (the last one: the policy after
+the last round), and a row of results/SUITE/runs.csv: the command, the code, the versions, the cost. Both are written when the
+run is finished. So a suite that was killed goes on with the runs that are not. What another suite has run is taken over from
+it.
 """
 
 import contextlib
