@@ -2,10 +2,11 @@
 
 The authors' rebuttal: when records are scored against the rollout of a well-trained policy instead of the round itself,
 dropping the harmful ones still raises that target function, but not the return. For each seed: plain PPO trains an expert,
-whose rollout is the fixed reference set. Then, in every round of a second plain PPO run with another seed, three updates start from the same
-theta(k) with the same shuffling: on the whole round, without the records of negative influence on the round's own return, and
-without those of negative influence on the reference. What is compared is the target function after the update, and the return
-(EPISODES sampled episodes, the same seeds for all three). The run itself goes on with the whole round. Writes one CSV a seed.
+whose rollout is the fixed reference set. Then, in every round of a second plain PPO run with another seed, three updates start
+from the same theta(k) with the same shuffling: on the whole round, without the records of negative influence on the round's own
+return, and without those of negative influence on the reference. What is compared is the target function after the update, and
+the return (EPISODES sampled episodes, the same seeds for all three). The run itself goes on with the whole round. Writes one
+CSV a seed.
 """
 
 import copy
