@@ -1,9 +1,11 @@
 # PPO with influence-based filtering (IIF), MiniGrid's symbolic images. Needs iif_core.py beside it and nothing else
 # of its project. Method: Hu et al., "A Snapshot of Influence", NeurIPS 2025, arXiv 2505.19281.
 import importlib
+import importlib.metadata
 import json
 import os
 import random
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -17,6 +19,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.optim as optim
 import tyro
+from minigrid.core.constants import OBJECT_TO_IDX
+from minigrid.core.grid import Grid
 from minigrid.wrappers import FullyObsWrapper, ImgObsWrapper
 from torch.utils.tensorboard import SummaryWriter
 
@@ -53,6 +57,10 @@ class Args:
     """save `runs/{run_name}/checkpoint.pt` every so many rounds (0: never); the next round then begins with fresh episodes"""
     resume: str | None = None
     """path of a checkpoint to go on from, with its arguments"""
+    snapshot_rounds: str = ""
+    """rounds to save whole, as charts/round counts them, into `runs/{run_name}/snapshots/`, to be explained by benchmarks/:
+    `2,5,10`, `every:10` (0, 10, 20, ...) or `all`; training stays the same. With track, their records of the lowest and
+    highest scores go to W&B as a table"""
 
     # Algorithm specific arguments
     env_id: str = "MiniGrid-Empty-8x8-v0"
@@ -155,6 +163,13 @@ def check_args(args):
         sys.exit(
             f"--total-timesteps {args.total_timesteps} is less than one round of {args.batch_size}: nothing would be trained"
         )
+    if not re.fullmatch(r"(all|every:0*[1-9][0-9]*|[0-9]+(,[0-9]+)*)?", args.snapshot_rounds):
+        sys.exit(f"--snapshot-rounds {args.snapshot_rounds}: give rounds like 2,5,10, or all, or every:10")
+    beyond = max(snapshot_rounds(args), default=0)
+    if beyond >= args.num_iterations:
+        sys.exit(
+            f"--snapshot-rounds {args.snapshot_rounds}: there is no round {beyond}, they are 0 to {args.num_iterations - 1}"
+        )
     if args.filter not in ("influence", "random", "none"):
         module, _, function = args.filter.partition(":")
         try:
@@ -168,6 +183,14 @@ def check_args(args):
         is_object = False
     if not is_object:
         sys.exit(f"""--env-kwargs must be a JSON object like '{{"is_slippery": false}}', got {args.env_kwargs}""")
+
+
+def snapshot_rounds(args):
+    """The rounds that --snapshot-rounds names."""
+    kind, _, step = args.snapshot_rounds.partition(":")
+    if kind in ("all", "every"):
+        return range(0, args.num_iterations, int(step or 1))
+    return [int(k) for k in kind.split(",") if k]
 
 
 def derive_seed(*key):
@@ -517,6 +540,24 @@ def save(path, state):
     os.replace(f"{path}.tmp", path)
 
 
+def picture(obs):
+    """An observation [width, height, 3] of symbols, drawn: [pixels, pixels, 3]."""
+    grid, seen = Grid.decode(obs)
+    position, direction = (grid.width // 2, grid.height - 1), 3  # in its own view the agent looks up from the middle below
+    for position in np.argwhere(obs[..., 0] == OBJECT_TO_IDX["agent"]):  # the whole grid shows it
+        direction = obs[tuple(position)][2]
+    return grid.render(16, position, direction, seen)
+
+
+def package_versions(envs):
+    """{distribution: version} of what decides how the environments behave: their own package, Gymnasium, the physics."""
+    own = type(envs.envs[0].unwrapped).__module__.partition(".")[0]
+    loaded = {own, "gymnasium", "Box2D", "mujoco", "ale_py"} & set(sys.modules)
+    distributions = importlib.metadata.packages_distributions()
+    names = {name for module in loaded for name in distributions.get(module, ())}
+    return {name: importlib.metadata.version(name) for name in sorted(names)}
+
+
 def parse_args():
     """The arguments of the command line; with --resume, on top of those of the checkpoint. Returns them with the
     checkpoint."""
@@ -533,7 +574,8 @@ def parse_args():
         args = tyro.cli(Args, default=saved)
         args.__post_init__()  # tyro copies the fields that are filled in
         free = {"resume", "total_timesteps", "torch_threads", "cuda", "track", "wandb_project_name", "wandb_entity"}
-        free |= {"capture_video", "save_model", "num_iterations"} | ({"eval_episodes"} if args.eval_episodes else set())
+        free |= {"capture_video", "save_model", "snapshot_rounds", "num_iterations"}
+        free |= {"eval_episodes"} if args.eval_episodes else set()
         changed = [k for k, v in asdict(args).items() if k not in free and v != getattr(saved, k)]
         if changed:
             flag, value = changed[0].replace("_", "-"), getattr(saved, changed[0])
@@ -632,6 +674,18 @@ if __name__ == "__main__":
             },
         }
 
+    def log_records():
+        """The records with the lowest and the highest scores, as a table of W&B."""
+        order = batch["scores"].argsort().tolist()
+        columns = ("scores", "advantages", "returns", "values", "rewards", "logprobs", "dones")
+        rows = [
+            [i, wandb.Image(picture(batch["obs"][i].cpu().numpy())), str(batch["actions"][i].tolist())]
+            + [batch[column][i].item() for column in columns]
+            for i in order[:20] + order[20:][-20:]
+        ]
+        table = wandb.Table(columns=["record", "observation", "action", *columns], data=rows)
+        wandb.log({"influence/records": table, "global_step": global_step})
+
     def log_evaluation():
         returns = evaluate(agent, eval_envs, args.eval_episodes, derive_seed(args.seed, 3, iteration))
         print(f"round={iteration}, eval_episodic_return={returns.mean():.3f}")
@@ -649,6 +703,7 @@ if __name__ == "__main__":
     start_time = time.time()
     first_step = global_step
     next_obs = None
+    snapshots = snapshot_rounds(args)
     if args.eval_episodes and not checkpoint:
         log_evaluation()
     while iteration < args.num_iterations:
@@ -658,10 +713,10 @@ if __name__ == "__main__":
 
         # What is inside an environment cannot be saved, so every checkpoint begins fresh episodes, in a run that goes on as
         # well.
-        if iteration == 0:
-            next_obs, _ = envs.reset(seed=args.seed)
-        elif next_obs is None or (args.save_every and iteration % args.save_every == 0):
-            next_obs, _ = envs.reset(seed=derive_seed(args.seed, 4, iteration) % 2**31)
+        if next_obs is None or (args.save_every and iteration % args.save_every == 0):
+            env_seed = derive_seed(args.seed, 4, iteration) % 2**31 if iteration else args.seed
+            next_obs, _ = envs.reset(seed=env_seed)
+            played = []  # the actions since, so that a snapshot's round can be played again
 
         times = [time.perf_counter()]
         batch, episodes, next_obs = rollout(agent, envs, next_obs, args.num_steps, rollout_rng, device)
@@ -676,6 +731,8 @@ if __name__ == "__main__":
                 )
 
         times.append(time.perf_counter())
+        if snapshots:
+            played.append(batch["actions"].cpu())
 
         filtered = args.filter != "none"
         if filtered:
@@ -689,6 +746,15 @@ if __name__ == "__main__":
                 filtered = len(returns) > 1 or bool((batch["rewards"] != batch["rewards"][0]).any())
         selection = select(batch, args, filter_rng) if filtered else torch.arange(args.batch_size)
         times.append(time.perf_counter())
+
+        if iteration in snapshots:
+            os.makedirs(f"runs/{run_name}/snapshots", exist_ok=True)
+            replay = {"env_seed": env_seed, "played": torch.cat(played), "packages": package_versions(envs)}
+            save(
+                f"runs/{run_name}/snapshots/round_{iteration:06d}.pt",
+                state() | {"batch": batch, "selection": selection} | replay,
+            )
+            times = [t + time.perf_counter() - times[-1] for t in times]  # this is no part of them
 
         losses, steps = update(agent, optimizer, batch, selection, args, shuffle_rng)
         times.append(time.perf_counter())
@@ -713,6 +779,8 @@ if __name__ == "__main__":
         if "scores" in batch:
             kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
             log_influence(writer, batch["scores"], kept, global_step, advantages=batch["advantages"], filtered=filtered)
+            if args.track and iteration - 1 in snapshots:
+                log_records()
         if losses:
             var_y = batch["returns"].var(correction=0).item()
             residual = (batch["returns"] - batch["values"]).var(correction=0).item()
