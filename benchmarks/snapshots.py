@@ -221,12 +221,13 @@ def folder(run, out):
     return path
 
 
-def write_csv(path, columns, rows):
+def write_csv(path, columns, rows, quiet=False):
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows([f"{x:.7g}" if isinstance(x, float) else x for x in row] for row in rows)
-    print(f"written to {path}", flush=True)
+    if not quiet:
+        print(f"written to {path}", flush=True)
 
 
 def save_figure(fig, path):

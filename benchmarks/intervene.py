@@ -1,0 +1,119 @@
+"""What dropping records in one round alone would have done: `python -m benchmarks.intervene RUN [RUN ...]`.
+
+For each saved round of each run (`--snapshot-rounds`), three policies are trained from theta(k) with the script's own update, the
+optimizer's state and the stream of shuffles that the round had: on the whole round, without the records of negative influence,
+and without as many random ones. Each is evaluated over the same seeds. Writes one row a policy (CSV, RUN/explain/interventions.csv;
+rounds that are in it are not done again) and box plots, over runs, of the change in return against the whole round: the paper's
+section 4.3, figures 5 and 11.
+"""
+
+import csv
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+
+from benchmarks import snapshots
+from benchmarks.snapshots import pyplot, save_figure, write_csv
+
+ARMS = ("whole round", "filtered", "random")
+COLUMNS = ("run", "env", "seed", "round", "arm", "return", "stderr", "records", "episodes")
+
+
+@dataclass
+class Args:
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """folders of runs; several seeds of one environment share a plot"""
+    episodes: int = 100
+    """evaluate each policy over so many episodes"""
+    rounds: tuple[int, ...] = ()
+    """saved rounds to do (default: all)"""
+    any_version: bool = False
+    """open snapshots also where the environment's packages have other versions"""
+    out: str | None = None
+    """the folder to write to (default: explain/ in the first run)"""
+    plot: bool = False
+    """only draw the pictures, from the CSV there is"""
+
+
+def selections(batch, generator):
+    """{arm: indices of the records to train on}."""
+    n, kept = len(batch["scores"]), (batch["scores"] >= 0).nonzero().flatten().cpu()
+    random = torch.randperm(n, generator=generator)[: len(kept)].sort().values
+    return dict(zip(ARMS, (torch.arange(n), kept, random)))
+
+
+def intervene(run, snapshot, episodes):
+    """Rows of one round, one for each arm."""
+    args, script = snapshot.args, snapshot.script
+    envs = snapshot.eval_envs(episodes)
+    generator = torch.Generator().manual_seed(script.derive_seed(args.seed, 5, snapshot.round))
+    for arm, selection in selections(snapshot.batch, generator).items():
+        agent = snapshot.update(selection)
+        returns = script.evaluate(agent, envs, episodes, script.derive_seed(args.seed, 6, snapshot.round))
+        stderr = returns.std(ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else float("nan")
+        yield (Path(run).name, args.env_id, args.seed, snapshot.round, arm, returns.mean(), stderr, len(selection), episodes)
+
+
+def plot(rows, folder):
+    """Box plots of the change in return over the runs of an environment, against the round: one picture an environment."""
+    plt = pyplot()
+    for env in dict.fromkeys(row["env"] for row in rows):
+        returns = {(r["run"], int(r["round"]), r["arm"]): float(r["return"]) for r in rows if r["env"] == env}
+        runs, ks = sorted({run for run, _, _ in returns}), sorted({k for _, k, _ in returns})
+        width = 0.35 * min(np.diff(ks), default=1)
+        fig, ax = plt.subplots(figsize=(max(5, 0.45 * len(ks) + 2), 3.4), dpi=110)
+        for arm, colour, side in ((ARMS[1], "tab:blue", -0.5), (ARMS[2], "tab:gray", 0.5)):
+            changes = [
+                [returns[run, k, arm] - returns[run, k, ARMS[0]] for run in runs if (run, k, arm) in returns] for k in ks
+            ]
+            at = [k + side * width for k in ks]
+            style = {"boxprops": {"facecolor": colour, "alpha": 0.5}, "medianprops": {"color": colour, "lw": 2}}
+            boxes = ax.boxplot(
+                changes, positions=at, widths=0.8 * width, patch_artist=True, showfliers=False, manage_ticks=False, **style
+            )
+            ax.scatter([x for x, change in zip(at, changes) for _ in change], sum(changes, []), s=8, color=colour, zorder=3)
+            median = np.median(sum(changes, []))
+            boxes["boxes"][0].set_label(
+                f"{'negative' if arm == ARMS[1] else 'as many random'} records dropped, median {median:+.3g}"
+            )
+        ax.axhline(0, color="tab:red", ls="--", lw=1)
+        ax.set(xlabel="round", ylabel="change in return", title=f"{env}, {len(runs)} run{'s'[: len(runs) > 1]}")
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.legend(frameon=False, fontsize=8)
+        ax.spines[["top", "right"]].set_visible(False)
+        fig.tight_layout()
+        save_figure(fig, folder / f"interventions_{env.rpartition(':')[2].replace('/', '-')}.png")
+        plt.close(fig)
+
+
+def main(args):
+    folder = snapshots.folder(args.runs[0], args.out)
+    path = folder / "interventions.csv"
+    rows = list(csv.DictReader(open(path))) if path.exists() else []
+    todo = {run: snapshots.rounds(run) for run in ([] if args.plot else args.runs)}
+    for run, saved in todo.items():
+        for k in args.rounds or saved:
+            mine = [r for r in rows if r["run"] == Path(run).name and r["round"] == str(k)]
+            if len(mine) == len(ARMS) and {r["episodes"] for r in mine} == {str(args.episodes)}:
+                continue
+            new = list(intervene(run, snapshots.load(run, k, args.any_version), args.episodes))
+            rows = [r for r in rows if r not in mine] + [{c: str(x) for c, x in zip(COLUMNS, row)} for row in new]
+            write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows], quiet=True)
+            print(f"{run}, round {k}: " + ", ".join(f"{row[4]} {row[5]:.4g}" for row in new), flush=True)
+    if not rows:
+        sys.exit(f"{path}: nothing to plot")
+    print(f"written to {path}")
+    plot(rows, folder)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    if not args.runs:
+        sys.exit("which run? give the folder of one or more")
+    if args.episodes < 1:
+        sys.exit(f"--episodes must be at least 1, got {args.episodes}")
+    main(args)
