@@ -6,6 +6,10 @@ states. This is the paper's section 4.2 (figures 4, 10), which sees three phases
 advantage (or another, with a negative) help wherever they are, and roughness is high; then only those in similar states, and it falls
 sharply; then the scores are about zero.
 
+The second picture shows the first two phases in the hundred records of the highest influence: the share of them with this action and
+A > 0 or another and A < 0, and the median distance of their states to this one, in that of all the round's records (distances in the
+last hidden layer of the policy at the end of training).
+
 `--find` lists pairs of a state and an action whose probability rises over the rounds. Writes to RUN/explain/.
 """
 
@@ -135,9 +139,7 @@ def roughness(influence, embeddings, neighbours):
     influence, embeddings = influence.double() / influence.max(), embeddings.double()
     distance = torch.cdist(embeddings, embeddings, compute_mode="donot_use_mm_for_euclid_dist")
     i, j = torch.triu_indices(n, n, offset=1)
-    sigma = (
-        distance[i, j].median().clamp_min(1e-12)
-    )  # zero where most states are one and the same: then these alone are similar
+    sigma = max(float(np.median(distance[i, j])), 1e-12)  # zero where most states are one: then only equal ones are similar
     nearest = distance.clone().fill_diagonal_(float("inf"))
     edges = torch.zeros(n, n, dtype=torch.bool)
     edges.scatter_(1, nearest.topk(min(neighbours, n - 1), largest=False).indices, True)
@@ -199,8 +201,8 @@ COLUMNS = ("round", "probability", "roughness", "positive", "negative", "largest
 LABELS = {
     "probability": "pi(a|s)",
     "roughness": "roughness",
-    "association": "of the top 100: share with this action and A > 0,\nor another and A < 0",
-    "distance": "of the top 100: median distance to the state,\nto that of all records",
+    "association": "associated share of the top 100",
+    "distance": "relative distance of the top 100",
 }
 
 

@@ -46,6 +46,12 @@ class Args:
 # ---- true advantages
 
 
+def identical(*columns):
+    """Group [N] of each record, the same for records with the same values in all columns [N, ...]."""
+    groups, columns = {}, [x.cpu().contiguous().numpy() for x in columns]
+    return torch.tensor([groups.setdefault(tuple(x.tobytes() for x in row), len(groups)) for row in zip(*columns)])
+
+
 def mc_advantages(batch, gamma, num_envs=1):
     """Monte-Carlo advantages Q - V [N] of a flat round in time order, from its own returns (paper, section 4).
 
@@ -56,15 +62,12 @@ def mc_advantages(batch, gamma, num_envs=1):
     returns, carry = torch.empty_like(rewards), torch.zeros(num_envs)
     for t in reversed(range(len(rewards))):
         returns[t] = carry = rewards[t] + gamma * (1 - dones[t]) * carry
-    returns = returns.flatten()
 
-    def mean_over_identical(*columns):
-        groups, columns = {}, [batch[name].cpu().contiguous().numpy() for name in columns]
-        group = torch.tensor([groups.setdefault(tuple(x.tobytes() for x in row), len(groups)) for row in zip(*columns)])
-        sums = torch.zeros(len(groups), dtype=torch.double).index_add_(0, group, returns)
-        return (sums / group.bincount())[group]
+    def mean_over(group):
+        count = group.bincount()
+        return (torch.zeros(len(count), dtype=torch.double).index_add_(0, group, returns.flatten()) / count)[group]
 
-    return (mean_over_identical("obs", "actions") - mean_over_identical("obs")).float()
+    return (mean_over(identical(batch["obs"], batch["actions"])) - mean_over(identical(batch["obs"]))).float()
 
 
 def simulator_state(env):
@@ -293,6 +296,8 @@ def look(snapshot, wanted, render):
                 grids.add(env.grid.encode().tobytes())
             if r in wanted:
                 frames[r] = env.get_frame(highlight=True, tile_size=16) if kind == "" else env.render()
+                if type(env).__name__ == "BipedalWalker":  # it is small, and always there
+                    frames[r] = frames[r][frames[r].shape[0] // 3 :, : frames[r].shape[1] // 2]
     if len(grids) == 1:  # the same for all records, so they can be drawn on it
         return env.grid.render(TILE, agent_pos=(-1, -1)), places, frames
     return None, None, frames
@@ -315,9 +320,13 @@ def main(args):
             a_true[r] = value
     else:
         a_true = mc_advantages(batch, snapshot.args.gamma, snapshot.args.num_envs).double().numpy()
-        if not a_true.any():
-            print("no state occurs twice in this round, so its buffer has no A_true: no ranks without --advantages replay")
-            a_true[:] = np.nan
+        state = identical(batch["obs"])
+        alone = (state.bincount() == 1)[state].numpy()
+        a_true[alone] = np.nan  # there Q = V tells nothing
+        if alone.any():
+            print(
+                f"{alone.sum()} records are alone in their state, where the buffer has no A_true; --advantages replay may have"
+            )
 
     n = min(args.records, len(scores) // 2)
     sides = {"bottom": descending[::-1][:n].tolist(), "top": descending[:n].tolist()}

@@ -8,6 +8,7 @@
 RUN is a folder in runs/. All of them work on the CPU.
 """
 
+import copy
 import csv
 import importlib
 import importlib.metadata
@@ -53,7 +54,7 @@ class Snapshot:
             optimizer = torch.optim.SGD(agent.parameters(), lr=lr, fused=True)
         else:
             optimizer = torch.optim.Adam(agent.parameters(), lr=lr, eps=1e-5, fused=True)
-        optimizer.load_state_dict(self.data["optimizer"])
+        optimizer.load_state_dict(copy.deepcopy(self.data["optimizer"]))  # or its steps would change the snapshot's
         return agent, optimizer, torch.Generator().set_state(self.data["rng"]["shuffle"])
 
     def eval_envs(self, num_episodes):

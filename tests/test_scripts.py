@@ -459,7 +459,7 @@ def test_unusual_rounds(script, num_envs, num_steps, num_minibatches, tmp_path):
 def test_wandb(script, tmp_path):
     variables = environment(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_DIR=str(tmp_path))
     variables |= {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT")}
-    flags = command(script, f"--track --total-timesteps {2 * script.batch} --seed 3")
+    flags = command(script, f"--track --total-timesteps {2 * script.batch} --seed 3 --snapshot-rounds 1")
     done = subprocess.run([sys.executable, *flags], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
@@ -470,6 +470,16 @@ def test_wandb(script, tmp_path):
         assert row["charts/episodic_return"] == pytest.approx(points[row["global_step"]])
         assert sum(row["influence/scores/values"]) == script.batch
         assert np.isfinite(row["influence/score_mean"]) and np.isfinite(row["losses/policy_loss"])
+    (table,) = (row for row in offline_wandb.history(file) if "influence/records/path" in row)
+    assert (table["influence/records/nrows"], table["global_step"]) == (min(40, script.batch), 2 * script.batch)
+    (path,) = tmp_path.glob(f"wandb/offline-run-*/files/{table['influence/records/path']}")
+    data = json.loads(path.read_text())
+    scores = [row[data["columns"].index("scores")] for row in data["data"]]
+    assert scores == sorted(scores) and scores[0] < 0 < scores[-1]
+    images = "minigrid" in script.name or "atari" in script.name
+    assert all((row[1] == "Image") == images for row in data["data"])  # which waits to be uploaded with the table
+    staged = [path.read_bytes()[:4] for path in tmp_path.glob("artifacts/staging/*")]
+    assert (b"\x89PNG" in staged) == images
     config = offline_wandb.config(file)
     assert (config["env_id"], config["exp_name"], config["seed"]) == (script.env, script.name[:-3], 3)
 
