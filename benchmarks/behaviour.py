@@ -14,6 +14,7 @@ last hidden layer of the policy at the end of training).
 """
 
 import sys
+import zlib
 from dataclasses import dataclass
 
 import gymnasium as gym
@@ -207,7 +208,7 @@ LABELS = {
 
 
 def main(args):
-    saved = snapshots.rounds(args.run)
+    saved = snapshots.chosen(args.run, args.rounds)
     source = snapshots.load(args.run, saved[-1] if args.round is None else args.round, args.any_version)
     out = snapshots.folder(args.run, args.out)
     if args.find:
@@ -217,7 +218,7 @@ def main(args):
     final = snapshots.final_agent(args.run, source)
     here = snapshots.embed(final, state[None], action[None])
     rows, records = [], []
-    for k in args.rounds or saved:
+    for k in saved:
         snapshot = snapshots.load(args.run, k, args.any_version)
         batch = snapshot.batch
         influence = round_influence(snapshot, state, action)
@@ -236,7 +237,8 @@ def main(args):
             taken = " ".join(f"{x:.4g}" for x in batch["actions"][r].reshape(-1).tolist())
             records.append([k, r, *map(float, (influence[r], batch["advantages"][r], distance[r])), taken])
     name = "_".join(["behaviour", str(args.state), *(["action", args.action] if args.action else [])])
-    name = "".join(c if c.isalnum() or c in "_-." else "-" for c in name)[:80]
+    name = "".join(c if c.isalnum() or c in "_-." else "-" for c in name)
+    name = name if len(name) < 80 else f"behaviour_state_{zlib.crc32(name.encode()):08x}"
     write_csv(out / f"{name}.csv", COLUMNS, rows)
     write_csv(out / f"{name}_records.csv", ("round", "record", "influence", "advantage", "distance", "action"), records)
     shown = " ".join(f"{x:.3g}" for x in action.reshape(-1).tolist())

@@ -91,12 +91,12 @@ def plot(rows, folder):
 
 
 def main(args):
+    todo = {run: snapshots.chosen(run, args.rounds) for run in args.runs}
     folder = snapshots.folder(args.runs[0], args.out)
     path = folder / "interventions.csv"
     rows = list(csv.DictReader(open(path))) if path.exists() else []
-    todo = {run: snapshots.rounds(run) for run in ([] if args.plot else args.runs)}
-    for run, saved in todo.items():
-        for k in args.rounds or saved:
+    for run in [] if args.plot else todo:
+        for k in todo[run]:
             mine = [r for r in rows if r["run"] == Path(run).name and r["round"] == str(k)]
             if len(mine) == len(ARMS) and {r["episodes"] for r in mine} == {str(args.episodes)}:
                 continue

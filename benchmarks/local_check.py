@@ -143,9 +143,7 @@ def plot(path, title, scatter, rows):
     axes[0].plot(ends, ends, color="black", lw=0.8)
     axes[0].scatter(predicted, measured, s=8)
     axes[0].set(xlabel="predicted: -lr/n * sum of scores", ylabel="measured difference of f_return")
-    axes[0].set_title(
-        "one step on the whole round, lr {:.0e}: slope {:.4f}".format(lr, agreement(predicted, measured)[0]), fontsize=9
-    )
+    axes[0].set_title(f"one step on the whole round, lr {lr:.0e}: slope {agreement(predicted, measured)[0]:.4f}", fontsize=9)
     one = [row for row in rows if row[0] == "round"]
     for label, error in (("|slope - 1|", lambda row: abs(row[3] - 1)), ("1 - correlation", lambda row: 1 - row[4])):
         axes[1].loglog([row[1] for row in one], [max(error(row), 1e-16) for row in one], "o-", ms=4, label=label)

@@ -129,6 +129,15 @@ def rounds(run):
     return saved
 
 
+def chosen(run, ks):
+    """Those of a run's saved rounds that the user asked for, `ks`, or all."""
+    saved = rounds(run)
+    for k in ks:
+        if k not in saved:
+            sys.exit(f"{run}: round {k} was not saved; there are {', '.join(map(str, saved))}")
+    return ks or saved
+
+
 def read(path):
     """A file of the training scripts; refused if it is not whole."""
     try:
@@ -143,8 +152,7 @@ def load(run, k, any_version=False):
 
     any_version: open it also where the packages of its environment have other versions than when it was saved.
     """
-    if k not in rounds(run):
-        sys.exit(f"{run}: round {k} was not saved; there are {', '.join(map(str, rounds(run)))}")
+    chosen(run, [k])
     path = Path(run) / "snapshots" / f"round_{k:06d}.pt"
     data = read(path)
     if not isinstance(data, dict) or not {"script", "args", "batch", "selection", "played", "packages"} <= data.keys():

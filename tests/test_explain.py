@@ -8,17 +8,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from test_scripts import ROOT, SCRIPTS, assert_same, assert_same_end, model, refusal, train
+from test_scripts import SCRIPTS, assert_same, assert_same_end, model, refusal, train
 
 from benchmarks import behaviour, explain, intervene, local_check, snapshots
 from iif_core import filter_bottom
 
 FROZEN_LAKE = """--env-id FrozenLake-v1 --env-kwargs '{"is_slippery": false}' --no-cuda --num-steps 512 --num-minibatches 16"""
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +72,18 @@ def test_replay_refuses_other_records(saved, monkeypatch):
     rewards[snapshot.args.num_envs * 7] += 1
     with pytest.raises(SystemExit, match="step 7 shows another"):
         list(snapshot.replay())
+
+
+def test_snapshot_of_a_resumed_run(tmp_path):
+    begun, script = tmp_path / "begun", SCRIPTS[1]  # whose running statistics go on, too
+    begun.mkdir()
+    folder = train(script, f"--save-every 2 --total-timesteps {2 * script.batch}", begun).folder
+    more = f"--total-timesteps {4 * script.batch} --snapshot-rounds 3"
+    train(script, f"--resume {folder}/checkpoint.pt {more}", begun, own=False)
+    straight = train(script, f"--save-every 2 {more}", tmp_path).folder
+    a, b = (snapshots.load(run, 3) for run in (folder, straight))
+    assert_same(a.batch, b.batch)
+    assert sum(1 for _ in a.replay()) == a.args.num_steps
 
 
 @pytest.mark.parametrize("rounds, expected", [("1,3", [1, 3]), ("every:3", [0, 3]), ("0", [0])])
@@ -250,6 +257,13 @@ def test_intervene(lake, tmp_path, capsys):
         patch.setattr(intervene, "intervene", None)  # what is there is not done again
         intervene.main(args)
     assert (tmp_path / "interventions.csv").read_text() == before
+
+
+def test_interventions_that_cannot_be(lake, tmp_path):
+    for run, rounds, text in ((lake, (9,), "round 9 was not saved"), (tmp_path / "none", (), "no such run folder")):
+        with pytest.raises(SystemExit, match=text):
+            intervene.main(intervene.Args(runs=(str(lake), str(run)), rounds=rounds))
+    assert not (tmp_path / "none").exists()
 
 
 def test_what_is_dropped():
