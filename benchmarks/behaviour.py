@@ -1,14 +1,14 @@
 """How an action at a state came about: `python -m benchmarks.behaviour RUN --state record:120 --action 1`.
 
-For every saved round of a run (`--snapshot-rounds all --save-model`): the influence of its records on log pi(a|s), as the sum over
-the optimizer steps of the round's update, which is done once more for it; pi(a|s); and the roughness of the influence over the graph of similar
-states. This is the paper's section 4.2 (figures 4, 10), which sees three phases: records of the same action with positive
-advantage (or another, with a negative) help wherever they are, and roughness is high; then only those in similar states, and it falls
-sharply; then the scores are about zero.
+For every saved round of a run (`--snapshot-rounds all --save-model`): the influence of its records on log pi(a|s), as the sum
+over the optimizer steps of the round's update, which is done once more for it; pi(a|s); and the roughness of the influence
+over the graph of similar states. This is the paper's section 4.2 (figures 4, 10), which sees three phases: records of the
+same action with positive advantage (or another, with a negative) help wherever they are, and roughness is high; then only
+those in similar states, and it falls sharply; then the scores are about zero.
 
-The second picture shows the first two phases in the hundred records of the highest influence: the share of them with this action and
-A > 0 or another and A < 0, and the median distance of their states to this one, in that of all the round's records (distances in the
-last hidden layer of the policy at the end of training).
+The second picture shows the first two phases in the hundred records of the highest influence: the share of them with this
+action and A > 0 or another and A < 0, and the median distance of their states to this one, in that of all the round's records
+(distances in the last hidden layer of the policy at the end of training).
 
 `--find` lists pairs of a state and an action whose probability rises over the rounds. Writes to RUN/explain/.
 """

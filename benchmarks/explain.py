@@ -55,8 +55,8 @@ def identical(*columns):
 def mc_advantages(batch, gamma, num_envs=1):
     """Monte-Carlo advantages Q - V [N] of a flat round in time order, from its own returns (paper, section 4).
 
-    The discounted return-to-go of a record begins anew after each done; that of the last episode, which the round's end cuts, is
-    not bootstrapped. Q is its mean over identical (s, a), V over identical s.
+    The discounted return-to-go of a record begins anew after each done; that of the last episode, which the round's end cuts,
+    is not bootstrapped. Q is its mean over identical (s, a), V over identical s.
     """
     rewards, dones = (batch[name].cpu().double().view(-1, num_envs) for name in ("rewards", "dones"))
     returns, carry = torch.empty_like(rewards), torch.zeros(num_envs)
@@ -101,8 +101,9 @@ def simulated_returns(envs, act, obs, gamma, first_action=None):
 
 
 def replayed_advantages(snapshot, trajectories, records, seed=0):
-    """Monte-Carlo advantages Q - V {record: float} of `records`, each from `trajectories` episodes of theta(k) that start in the
-    record's state (V), and as many that start with its action (Q). An episode lasts as long as the environment lets it."""
+    """Monte-Carlo advantages Q - V of `records`, {record: float}, each from `trajectories` episodes of theta(k) that start in
+    the record's state (V), and as many that start with its action (Q). An episode lasts as long as the environment lets it.
+    """
     args, script = snapshot.args, snapshot.script
     attribute = simulator_state(snapshot.envs.envs[0])
     if attribute is None:
@@ -187,8 +188,8 @@ FROZEN_LAKE = (2, 1, 0, 3)  # its actions left, down, right, up as indices of DI
 def draw_grid(path, title, background, places, actions, advantages, sides):
     """Records on a grid, those of each side in a picture of its own: a mark for each (place, action, sign of the advantage).
 
-    background: a picture of the grid, TILE pixels a cell. places: [N] of x, y, and the direction that the agent looks in, or None
-    where its actions are directions themselves (FrozenLake).
+    background: a picture of the grid, TILE pixels a cell. places: [N] of x, y, and the direction that the agent looks in, or
+    None where its actions are directions themselves (FrozenLake).
     """
     from matplotlib.patches import FancyArrowPatch
 
@@ -273,7 +274,7 @@ def action_names(env):
 def look(snapshot, wanted, render):
     """Where the records took place, and pictures of those `wanted`, as far as there are any.
 
-    Returns (background, places, frames): the grid [pixels, pixels, 3] and its places [N] for draw_grid, or None; {record: picture}.
+    Returns the background [pixels, pixels, 3] and the places [N] for draw_grid, or None and None; and frames {record: picture}.
     """
     env, obs = snapshot.envs.envs[0], snapshot.batch["obs"].numpy()
     if obs.ndim == 4 and obs.shape[1:] == (4, 84, 84):  # a stack of Atari frames: older ones fainter, so that motion shows

@@ -1,10 +1,10 @@
 """What dropping records in one round alone would have done: `python -m benchmarks.intervene RUN [RUN ...]`.
 
-For each saved round of each run (`--snapshot-rounds`), three policies are trained from theta(k) with the script's own update, the
-optimizer's state and the stream of shuffles that the round had: on the whole round, without the records of negative influence,
-and without as many random ones. Each is evaluated over the same seeds. Writes one row a policy (CSV, RUN/explain/interventions.csv;
-rounds that are in it are not done again) and box plots, over runs, of the change in return against the whole round: the paper's
-section 4.3, figures 5 and 11.
+For each saved round of each run (`--snapshot-rounds`), three policies are trained from theta(k) with the script's own update,
+the optimizer's state and the stream of shuffles that the round had: on the whole round, without the records of negative
+influence, and without as many random ones. Each is evaluated over the same seeds. Writes one row a policy (CSV,
+RUN/explain/interventions.csv; rounds that are in it are not done again) and box plots, over runs, of the change in return
+against the whole round: the paper's section 4.3, figures 5 and 11.
 """
 
 import csv
@@ -36,7 +36,7 @@ class Args:
     out: str | None = None
     """the folder to write to (default: explain/ in the first run)"""
     plot: bool = False
-    """only draw the pictures, from the CSV there is"""
+    """only draw the pictures, from the CSV in the folder to write to"""
 
 
 def selections(batch, generator):
@@ -91,11 +91,14 @@ def plot(rows, folder):
 
 
 def main(args):
-    todo = {run: snapshots.chosen(run, args.rounds) for run in args.runs}
-    folder = snapshots.folder(args.runs[0], args.out)
+    todo = {} if args.plot else {run: snapshots.chosen(run, args.rounds) for run in args.runs}
+    folder = Path(args.out) if args.out else Path(args.runs[0]) / "explain"
     path = folder / "interventions.csv"
+    if args.plot and not path.exists():
+        sys.exit(f"--plot: there is no {path}")
+    folder.mkdir(parents=True, exist_ok=True)
     rows = list(csv.DictReader(open(path))) if path.exists() else []
-    for run in [] if args.plot else todo:
+    for run in todo:
         for k in todo[run]:
             mine = [r for r in rows if r["run"] == Path(run).name and r["round"] == str(k)]
             if len(mine) == len(ARMS) and {r["episodes"] for r in mine} == {str(args.episodes)}:
@@ -104,15 +107,13 @@ def main(args):
             rows = [r for r in rows if r not in mine] + [{c: str(x) for c, x in zip(COLUMNS, row)} for row in new]
             write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows], quiet=True)
             print(f"{run}, round {k}: " + ", ".join(f"{row[4]} {row[5]:.4g}" for row in new), flush=True)
-    if not rows:
-        sys.exit(f"{path}: nothing to plot")
     print(f"written to {path}")
     plot(rows, folder)
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    if not args.runs:
+    if not args.runs and not (args.plot and args.out):
         sys.exit("which run? give the folder of one or more")
     if args.episodes < 1:
         sys.exit(f"--episodes must be at least 1, got {args.episodes}")

@@ -1,14 +1,15 @@
 """How far a score predicts what dropping its record does: `python -m benchmarks.local_check RUN --round 5`.
 
-One SGD step on (1/n) * sum of the kept records' policy losses, n the size of the round and the advantages normalised as before
-whatever is kept, moves the parameters by lr/n * sum of grad(-L_i). So without a set S of records f_return ends up, to first order,
+One SGD step on (1/n) * sum of the kept records' policy losses, n the size of the round and the advantages normalised as
+before whatever is kept, moves the parameters by lr/n * sum of grad(-L_i). So without a set S of records f_return ends up, to
+first order,
 
     predicted(S) = - lr/n * sum of the scores of S
 
-away from where it ends up with all. Here the differences are measured, in float64, for random sets S: after one step, at several
-learning rates, and along the minibatch steps of the round's update, in its order, with the records of S left out of their
-minibatches' sums; there predicted(S) is the sum of one such term for each minibatch so far (mb being its size, - lr/mb * scores of
-its records in S). Writes RUN/explain/round_00000K_local.csv and .png. (The value loss and Adam have no part in it.)
+away from where it ends up with all. Here the differences are measured, in float64, for random sets S: after one step, at
+several learning rates, and along the minibatch steps of the round's update, in its order, with the records of S left out of
+their minibatches' sums. There predicted(S) is the sum, over the minibatches so far, of - lr/(its size) * the sum of the scores
+of its records in S. The value loss and Adam have no part in it. Writes RUN/explain/round_00000K_local.csv and .png.
 """
 
 import sys
@@ -85,7 +86,7 @@ class Local:
                 p.copy_(start)
 
     def step(self, inds, weights, lr):
-        """One SGD step on the mean over `inds` of weights * losses: what has weight 0 is left out, and still counts in the mean."""
+        """One SGD step on the mean over `inds` of weights * losses: with weight 0 a record is left out, and still counted."""
         loss = (weights[inds] * self.losses(inds)).mean()
         parameters = list(self.agent.parameters())
         grads = torch.autograd.grad(loss, parameters, allow_unused=True)

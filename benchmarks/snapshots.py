@@ -13,6 +13,7 @@ import csv
 import importlib
 import importlib.metadata
 import json
+import os
 import re
 import sys
 from collections import deque
@@ -83,8 +84,8 @@ class Snapshot:
         return agent
 
     def replay(self, render=False):
-        """Play the round again, from the seed of the last reset and the actions since: every run can, whatever its environment,
-        if that is determined by its seed.
+        """Play the round again, from the seed of the last reset and the actions since: every run can, whatever its
+        environment, if that is determined by its seed.
 
         Yields the environments before each of the round's num_steps steps; refuses to go on where they show another
         observation or reward than the records hold. (render: they can be rendered.)
@@ -231,10 +232,11 @@ def folder(run, out):
 
 
 def write_csv(path, columns, rows, quiet=False):
-    with open(path, "w", newline="") as file:
+    with open(f"{path}.tmp", "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows([f"{x:.7g}" if isinstance(x, float) else x for x in row] for row in rows)
+    os.replace(f"{path}.tmp", path)
     if not quiet:
         print(f"written to {path}", flush=True)
 
