@@ -14,7 +14,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from benchmarks import fixed_reference, metrics
+from benchmarks import fixed_reference, learning, metrics, scoring, throughput
 from benchmarks.run import RESULTS, ROOT, read_csv
 from benchmarks.suites import ENVIRONMENTS, SUITES, runs_of
 
@@ -437,6 +437,9 @@ BLOCKS = {  # name: (its function, the suite that it shows)
     "filters": (other_filters, "filters"),
     "minigrid_scale": (minigrid_scale, "minigrid_scale"),
     "fixed_reference": (fixed_reference.block, None),
+    "scoring": (lambda results: scoring.table(results / "scoring.csv").strip(), None),
+    "throughput": (lambda results: throughput.table(results / "throughput.csv").strip(), None),
+    "learning": (lambda results: learning.table(results / "learning"), None),
 }
 
 
