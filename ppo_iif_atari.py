@@ -309,7 +309,7 @@ class Agent(nn.Module):
             logits, value = self.get_logits_and_value(torch.from_numpy(x).to(device))
             logprobs = F.log_softmax(logits, dim=-1).cpu().numpy()
             action = (logprobs + rng.gumbel(size=logprobs.shape)).argmax(-1)  # Gumbel-max: a sample of softmax(logits)
-            return action, np.take_along_axis(logprobs, action[:, None], 1)[:, 0], value.squeeze(-1).cpu().numpy()
+            return action, logprobs[np.arange(len(action)), action], value.squeeze(-1).cpu().numpy()
 
         return act
 

@@ -320,7 +320,7 @@ class Agent(nn.Module):
                 seen.update(zip(new, zip(logprobs.cpu().numpy(), values.squeeze(-1).cpu().numpy())))
             logprobs, values = (np.array(column) for column in zip(*(seen[key] for key in keys)))
             action = (logprobs + rng.gumbel(size=logprobs.shape)).argmax(-1)  # Gumbel-max: a sample of softmax(logits)
-            return action, np.take_along_axis(logprobs, action[:, None], 1)[:, 0], values
+            return action, logprobs[np.arange(len(action)), action], values
 
         return act
 
