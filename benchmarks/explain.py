@@ -18,6 +18,7 @@ import torch
 import tyro
 
 from benchmarks import snapshots
+from benchmarks.filters import identical, mc_advantages
 from benchmarks.snapshots import pyplot, save_figure, spearman, write_csv
 
 
@@ -44,30 +45,6 @@ class Args:
 
 
 # ---- true advantages
-
-
-def identical(*columns):
-    """Group [N] of each record, the same for records with the same values in all columns [N, ...]."""
-    groups, columns = {}, [x.cpu().contiguous().numpy() for x in columns]
-    return torch.tensor([groups.setdefault(tuple(x.tobytes() for x in row), len(groups)) for row in zip(*columns)])
-
-
-def mc_advantages(batch, gamma, num_envs=1):
-    """Monte-Carlo advantages Q - V [N] of a flat round in time order, from its own returns (paper, section 4).
-
-    The discounted return-to-go of a record begins anew after each done; that of the last episode, which the round's end cuts,
-    is not bootstrapped. Q is its mean over identical (s, a), V over identical s.
-    """
-    rewards, dones = (batch[name].cpu().double().view(-1, num_envs) for name in ("rewards", "dones"))
-    returns, carry = torch.empty_like(rewards), torch.zeros(num_envs)
-    for t in reversed(range(len(rewards))):
-        returns[t] = carry = rewards[t] + gamma * (1 - dones[t]) * carry
-
-    def mean_over(group):
-        count = group.bincount()
-        return (torch.zeros(len(count), dtype=torch.double).index_add_(0, group, returns.flatten()) / count)[group]
-
-    return (mean_over(identical(batch["obs"], batch["actions"])) - mean_over(identical(batch["obs"]))).float()
 
 
 def simulator_state(env):
@@ -320,7 +297,7 @@ def main(args):
         for r, value in replayed_advantages(snapshot, args.trajectories, sample.tolist()).items():
             a_true[r] = value
     else:
-        a_true = mc_advantages(batch, snapshot.args.gamma, snapshot.args.num_envs).double().numpy()
+        a_true = mc_advantages(batch, snapshot.args.gamma, snapshot.args.num_envs).numpy()
         state = identical(batch["obs"])
         alone = (state.bincount() == 1)[state].numpy()
         a_true[alone] = np.nan  # there Q = V tells nothing

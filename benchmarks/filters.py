@@ -6,33 +6,33 @@ A rule gets the round, a dict of flat tensors [N], and returns the indices of th
 
 from functools import partial
 
-import numpy as np
 import torch
 
 GAMMA = 0.99  # that of the scripts
 
 
-def monte_carlo_advantages(batch, gamma=GAMMA):
-    """Q(s, a) - V(s) [N] from the returns of the round itself.
+def identical(*columns):
+    """Group [N] of each record, the same for records with the same values in all columns [N, ...]."""
+    groups, columns = {}, [x.cpu().contiguous().numpy() for x in columns]
+    return torch.tensor([groups.setdefault(tuple(x.tobytes() for x in row), len(groups)) for row in zip(*columns)])
 
-    The return of a record is the discounted sum of the rewards from it to the end of its episode; an episode that the round's
-    end cuts off has no future after it. Q is the mean return of the records with the same observation and action, V that
-    of those with the same observation.
+
+def mc_advantages(batch, gamma=GAMMA, num_envs=1):
+    """Monte-Carlo advantages Q - V [N] of a flat round in time order, from its own returns (paper, section 4).
+
+    The discounted return-to-go of a record begins anew after each done; that of the last episode, which the round's end cuts,
+    is not bootstrapped. Q is its mean over identical (s, a), V over identical s.
     """
-    rewards, dones = batch["rewards"].double().cpu().numpy(), batch["dones"].cpu().numpy()
-    returns, future = np.empty_like(rewards), 0.0
+    rewards, dones = (batch[name].cpu().double().view(-1, num_envs) for name in ("rewards", "dones"))
+    returns, carry = torch.empty_like(rewards), torch.zeros(num_envs, dtype=torch.double)
     for t in reversed(range(len(rewards))):
-        future = rewards[t] + gamma * future * (not dones[t])
-        returns[t] = future
-    obs = batch["obs"].cpu().numpy().reshape(len(rewards), -1)
-    _, state = np.unique(obs, axis=0, return_inverse=True)
-    actions = batch["actions"].cpu().numpy().reshape(len(rewards), -1)
-    _, pair = np.unique(np.column_stack([state, actions]), axis=0, return_inverse=True)
+        returns[t] = carry = rewards[t] + gamma * (1 - dones[t]) * carry
 
-    def mean_in(group):
-        return (np.bincount(group, returns) / np.bincount(group))[group]
+    def mean_over(group):
+        count = group.bincount()
+        return (torch.zeros(len(count), dtype=torch.double).index_add_(0, group, returns.flatten()) / count)[group]
 
-    return torch.from_numpy(mean_in(pair) - mean_in(state)).round(decimals=12)  # so that equal means differ by zero
+    return mean_over(identical(batch["obs"], batch["actions"])) - mean_over(identical(batch["obs"]))
 
 
 def keep_all_but(lowest_first, percent, n):
@@ -45,7 +45,7 @@ def keep_all_but(lowest_first, percent, n):
 
 def h1(batch, percent):
     """Of the records whose estimated and Monte-Carlo advantage differ in sign, drop those where they are furthest apart."""
-    true, estimate = monte_carlo_advantages(batch), batch["advantages"].double().cpu()
+    true, estimate = mc_advantages(batch), batch["advantages"].double().cpu()
     differ = (true.sign() != estimate.sign()).nonzero().flatten()
     order = (true - estimate).abs()[differ].argsort(descending=True, stable=True)
     return keep_all_but(differ[order], percent, len(true))
@@ -53,7 +53,7 @@ def h1(batch, percent):
 
 def h2(batch, percent):
     """Of the records whose estimated and Monte-Carlo advantage differ in sign, drop those with the most negative product."""
-    true, estimate = monte_carlo_advantages(batch), batch["advantages"].double().cpu()
+    true, estimate = mc_advantages(batch), batch["advantages"].double().cpu()
     differ = (true.sign() != estimate.sign()).nonzero().flatten()
     order = (true * estimate)[differ].argsort(stable=True)
     return keep_all_but(differ[order], percent, len(true))

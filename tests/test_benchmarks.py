@@ -300,14 +300,14 @@ def test_monte_carlo_advantages_by_hand():
     # Returns to go 0.5, 1, 0, 0, 2. Q(0, 0) = 1.25, Q(0, 1) = 0, V(0) = 2.5 / 3; Q(1, 0) = V(1) = 0.5.
     v = 2.5 / 3
     expected = [1.25 - v, 0, -v, 0, 1.25 - v]
-    assert filters.monte_carlo_advantages(small_round(), gamma=0.5).tolist() == pytest.approx(expected)
+    assert filters.mc_advantages(small_round(), gamma=0.5).tolist() == pytest.approx(expected)
 
 
 def test_advantage_heuristics_by_hand():
     batch = small_round()
     v = (0.99 + 0 + 2) / 3
     true = [1.495 - v, 0, -v, 0, 1.495 - v]  # about 0.5, 0, -1, 0, 0.5
-    assert filters.monte_carlo_advantages(batch).tolist() == pytest.approx(true)
+    assert filters.mc_advantages(batch).tolist() == pytest.approx(true)
     # Signs differ in records 0 (apart by 0.6, product -0.05), 2 (by 1.3, -0.3), 4 (by 0.9, -0.2) and 1 (by 2, 0: it is
     # nothing by Monte Carlo and something by estimate); they agree in record 3.
     batch["advantages"] = torch.tensor([-0.1, 2.0, 0.3, 0.0, -0.4])
