@@ -9,6 +9,7 @@ A_true is the true advantage, estimated by Monte Carlo: from the returns in the 
 """
 
 import copy
+import csv
 import sys
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -279,6 +280,23 @@ def look(snapshot, wanted, render):
     if len(grids) == 1:  # the same for all records, so they can be drawn on it
         return env.grid.render(TILE, agent_pos=(-1, -1)), places, frames
     return None, None, frames
+
+
+def table(folder):
+    """Markdown: the rank correlations of every ranks CSV in the folders FOLDER/RUN[_replay]/."""
+    lines = [
+        "| run | round | A_true from | records | rank and abs(A_true - A) | rank and A_true * A |",
+        "|---|--:|---|--:|--:|--:|",
+    ]
+    for path in sorted(folder.glob("*/round_*_ranks.csv")):
+        rows = [[float(row[c]) for c in ("rank", "advantage", "a_true")] for row in csv.DictReader(open(path))]
+        rank, advantage, a_true = np.array(rows).T
+        run, source = path.parent.name.replace("_", " "), "buffer"
+        if run.endswith(" replay"):
+            run, source = run.removesuffix(" replay"), "simulator"
+        rho = spearman(rank, np.abs(a_true - advantage)), spearman(rank, a_true * advantage)
+        lines.append(f"| {run} | {int(path.name.split('_')[1])} | {source} | {len(rank)} | {rho[0]:+.2f} | {rho[1]:+.2f} |")
+    return "\n".join(lines)
 
 
 def main(args):

@@ -90,6 +90,26 @@ def plot(rows, folder):
         plt.close(fig)
 
 
+def table(path):
+    """Markdown, from the CSV: the change in return over the rounds and runs of each environment."""
+    rows = list(csv.DictReader(open(path)))
+    lines = ["| environment | runs | rounds | dropped | median change | mean change of each run | rounds with a gain |"]
+    lines += ["|---|--:|--:|---|--:|---|--:|"]
+    for env in dict.fromkeys(row["env"] for row in rows):
+        returns = {(r["seed"], r["round"], r["arm"]): float(r["return"]) for r in rows if r["env"] == env}
+        pairs = list(dict.fromkeys((seed, k) for seed, k, _ in returns))
+        seeds = list(dict.fromkeys(seed for seed, _ in pairs))
+        for arm in ARMS[1:]:
+            change = {(seed, k): returns[seed, k, arm] - returns[seed, k, ARMS[0]] for seed, k in pairs}
+            means = [np.mean([x for (other, _), x in change.items() if other == seed]) for seed in seeds]
+            x = np.array(list(change.values()))
+            lines.append(
+                f"| {env} | {len(seeds)} | {len(pairs)} | {arm} | {np.median(x):+.3g} | {', '.join(f'{m:+.3g}' for m in means)}"
+                f" | {np.mean(x > 0):.0%} |"
+            )
+    return "\n".join(lines)
+
+
 def main(args):
     todo = {} if args.plot else {run: snapshots.chosen(run, args.rounds) for run in args.runs}
     folder = Path(args.out) if args.out else Path(args.runs[0]) / "explain"

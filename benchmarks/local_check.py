@@ -12,6 +12,7 @@ their minibatches' sums. There predicted(S) is the sum, over the minibatches so 
 of its records in S. The value loss and Adam have no part in it. Writes RUN/explain/round_00000K_local.csv and .png.
 """
 
+import csv
 import sys
 from dataclasses import dataclass
 
@@ -163,6 +164,20 @@ def plot(path, title, scatter, rows):
     fig.tight_layout()
     save_figure(fig, path)
     plt.close(fig)
+
+
+def table(folder):
+    """Markdown, from every CSV in the folders FOLDER/RUN/: the slope of a single step and the correlation along the update."""
+    lines = ["| run | round | learning rate | slope after one step | steps of the update | correlation after them |"]
+    lines += ["|---|--:|--:|--:|--:|--:|"]
+    for path in sorted(folder.glob("*/round_*_local.csv")):
+        rows = list(csv.DictReader(open(path)))
+        for one in (row for row in rows if row["step_on"] == "round"):
+            along = [r for r in rows if r["step_on"] == "minibatches" and r["learning_rate"] == one["learning_rate"]]
+            end = [along[-1]["steps"], f"{float(along[-1]['correlation']):.3f}"] if along else ["", ""]
+            cells = [path.parent.name.replace("_", " "), int(path.name.split("_")[1]), f"{float(one['learning_rate']):.0e}"]
+            lines.append("| " + " | ".join(map(str, [*cells, f"{float(one['slope']):.4f}", *end])) + " |")
+    return "\n".join(lines)
 
 
 def main(args):

@@ -14,8 +14,9 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from benchmarks import fixed_reference, learning, metrics, scoring, throughput
+from benchmarks import explain, fixed_reference, intervene, learning, local_check, metrics, scoring, throughput
 from benchmarks.run import RESULTS, ROOT, read_csv
+from benchmarks.snapshots import save_small
 from benchmarks.suites import ENVIRONMENTS, SUITES, runs_of
 
 README = ROOT / "benchmarks" / "README.md"
@@ -440,6 +441,9 @@ BLOCKS = {  # name: (its function, the suite that it shows)
     "scoring": (lambda results: scoring.table(results / "scoring.csv").strip(), None),
     "throughput": (lambda results: throughput.table(results / "throughput.csv").strip(), None),
     "learning": (lambda results: learning.table(results / "learning"), None),
+    "diagnosis": (lambda results: explain.table(results / "explain"), None),
+    "interventions": (lambda results: intervene.table(results / "explain" / "interventions" / "interventions.csv"), None),
+    "local_check": (lambda results: local_check.table(results / "explain"), None),
 }
 
 
@@ -512,14 +516,6 @@ def draw(results, suite):
     figure.supylabel("return of theta(k)", fontsize=9)
     save_small(figure, results / suite / f"{suite}.png")
     plt.close(figure)
-
-
-def save_small(figure, path):
-    """A PNG of 128 colours, a third of the size."""
-    from PIL import Image
-
-    figure.savefig(path)
-    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
 
 
 @dataclass

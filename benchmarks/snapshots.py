@@ -241,8 +241,16 @@ def write_csv(path, columns, rows, quiet=False):
         print(f"written to {path}", flush=True)
 
 
-def save_figure(fig, path):
+def save_small(fig, path):
+    """A PNG of 128 colours, a third of the size."""
+    from PIL import Image
+
     fig.savefig(path)
+    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
+
+
+def save_figure(fig, path):
+    save_small(fig, path)
     print(f"written to {path}", flush=True)
 
 
