@@ -1,0 +1,460 @@
+"""ppo_iif_rlhf.py: its arithmetic by hand, its scores against autograd on single unpadded records, real runs of a very small
+model."""
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import offline_wandb
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+
+import ppo_iif_rlhf as rlhf  # noqa: E402
+
+TESTS = Path(__file__).resolve().parent
+SCRIPT = TESTS.parent / "ppo_iif_rlhf.py"
+WORDS = "<end> <unk> the a film plot is was and it good great love awful bad boring long of in some not actor scene why".split()
+torch.set_num_threads(1)
+
+
+def gpt2(kind="GPT2LMHeadModel", **kwargs):
+    config = transformers.GPT2Config(
+        vocab_size=len(WORDS), n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, pad_token_id=0, **kwargs
+    )
+    torch.manual_seed(5)
+    return getattr(transformers, kind)(config)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A language model, a classifier and texts."""
+    folder = tmp_path_factory.mktemp("models")
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>", unk_token="<unk>")
+    for name, kind in (("lm", "GPT2LMHeadModel"), ("classifier", "GPT2ForSequenceClassification")):
+        gpt2(kind).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    rng = np.random.default_rng(1)
+    (folder / "texts.txt").write_text("\n".join(" ".join(rng.choice(WORDS[2:], 8)) for _ in range(100)) + "\n\n")
+    rows = [{"prompt": {"text": " ".join(rng.choice(WORDS[2:], 8)), "toxicity": x}} for x in [0.2, 0.5, None, 0.9] * 20]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def flags_of(folder):
+    return (
+        f"--no-cuda --model-name {folder}/lm --dataset-name {folder}/texts.txt --batch-size 16 --minibatch-size 2"
+        " --total-timesteps 32 --max-response-tokens 6 --min-response-tokens 0 --min-prompt-tokens 2 --max-prompt-tokens 5"
+    )
+
+
+def run(flags, cwd):
+    """Run the script here, as __main__. Returns its message if it refused, what it printed, and the new run's folder."""
+    before, out, message = set(Path(cwd).glob("runs/*")), io.StringIO(), None
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", [str(SCRIPT), *flags.split()])
+        try:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        except SystemExit as error:
+            message = error.code
+    new = set(Path(cwd).glob("runs/*")) - before
+    return message, out.getvalue(), new.pop() if new else None
+
+
+def train(flags, cwd):
+    message, out, folder = run(flags, cwd)
+    assert message is None, message
+    return out, folder
+
+
+def scalars(folder):
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def values(folder, name):
+    return [value for _, value in scalars(folder)[name]]
+
+
+# ---- the arithmetic, by hand
+
+
+def test_token_rewards_and_gae_with_padding():
+    """Two responses, of three tokens and of one; whatever stands on the padding must not matter."""
+    batch = {
+        "mask": torch.tensor([[True, True, True], [True, False, False]]),
+        "logprobs": torch.tensor([[-1.0, -2.0, -3.0], [-1.0, 9.0, 9.0]]),
+        "ref_logprobs": torch.tensor([[-1.5, -2.0, -2.0], [-3.0, 7.0, 7.0]]),
+        "values": torch.tensor([[0.5, 1.0, 2.0], [0.25, 8.0, 8.0]]),
+        "rewards": torch.tensor([10.0, -1.0]),
+    }
+    done = rlhf.gae(batch, kl_coef=0.1, gamma=0.5, gae_lambda=0.5)
+    # kl of the tokens: 0.5, 0, -1; and 2. deltas: -0.05 + 0.5 * 1 - 0.5; 0 + 0.5 * 2 - 1; 10.1 - 2; and -1.2 - 0.25
+    torch.testing.assert_close(done["token_rewards"], torch.tensor([[-0.05, 0.0, 10.1], [-1.2, 0.0, 0.0]]))
+    last, middle = 8.1, 0.25 * 8.1
+    expected = torch.tensor([[-0.05 + 0.25 * middle, middle, last], [-1.45, 0.0, 0.0]])
+    torch.testing.assert_close(done["advantages"], expected)
+    torch.testing.assert_close(
+        done["returns"], torch.tensor([[0.45 + 0.25 * middle, 1 + middle, 10.1], [-1.2, 0.0, 0.0]])
+    )
+    assert torch.equal(batch["values"][1], torch.tensor([0.25, 8.0, 8.0]))  # what it was given is not changed
+
+
+def test_whitening_is_over_tokens_that_are_there():
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    done = rlhf.whiten({"mask": mask, "advantages": torch.tensor([[1.0, 2.0, 77.0], [6.0, 77.0, 77.0]])})["advantages"]
+    deviation = 7**0.5  # mean 3; (4 + 1 + 9) / 2
+    torch.testing.assert_close(done, torch.tensor([[-2.0, -1.0, 0.0], [3.0, 0.0, 0.0]]) / deviation)
+
+
+def test_clipping_of_policy_and_value_losses():
+    """Ratios 1.5 and 0.5 with advantages of both signs; values that moved by 0.5, towards the return and past it."""
+    mask = torch.tensor([[True, True, True, True], [True, False, False, False]])
+    ratios = torch.tensor([[1.5, 1.5, 0.5, 0.5], [1.1, 9.0, 9.0, 9.0]])
+    batch = {name: torch.zeros(2, 4) for name in ("query", "query_mask", "response", "logprobs", "values")}
+    batch |= {"mask": mask, "advantages": torch.tensor([[1.0, -1.0, 1.0, -1.0], [2.0, 0.0, 0.0, 0.0]])}
+    batch["returns"] = torch.tensor([[1.0, 0.5, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
+    newvalue = torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.1, 5.0, 5.0, 5.0]])
+    args = rlhf.Args(clip_coef=0.2, clip_vloss=True)
+    policy, value, ratio = rlhf.record_losses(lambda *_: (ratios.log(), newvalue), batch, torch.arange(2), args)
+    # max(-A r, -A clamp(r)): -1.2, 1.5, -0.5, 0.8; and -2.2
+    torch.testing.assert_close(policy, torch.tensor([(-1.2 + 1.5 - 0.5 + 0.8) / 4, -2.2]))
+    # the larger of (0.5 - R)^2 and (0.2 - R)^2: 0.64, 0.09, 0.25, 2.25; and 0.01
+    torch.testing.assert_close(value, torch.tensor([(0.64 + 0.09 + 0.25 + 2.25) / 4, 0.01]))
+    assert torch.equal(ratio[1, 1:], torch.ones(3))
+    args.clip_vloss = False
+    _, value, _ = rlhf.record_losses(lambda *_: (ratios.log(), newvalue), batch, torch.arange(2), args)
+    torch.testing.assert_close(value[0], torch.tensor((0.25 + 0 + 0.25 + 2.25) / 4))
+
+
+def test_the_kl_controller():
+    args = rlhf.Args(batch_size=100, kl_target=6.0, kl_horizon=10_000)
+    assert rlhf.next_kl_coef(0.04, 6.6, args) == pytest.approx(0.04 * (1 + 0.1 * 0.01))
+    assert rlhf.next_kl_coef(0.04, 600.0, args) == pytest.approx(0.04 * (1 + 0.2 * 0.01))
+    assert rlhf.next_kl_coef(0.04, -3.0, args) == pytest.approx(0.04 * (1 - 0.2 * 0.01))
+    args.adaptive_kl = False
+    assert rlhf.next_kl_coef(0.04, 600.0, args) == 0.04
+
+
+def test_what_each_filter_keeps():
+    batch = {"scores": torch.tensor([-1.0, 2, -3, 4, -5, 6]), "rewards": torch.tensor([3.0, 1, 2, 9, 5, 4])}
+    for name, kept in (("influence", [1, 3, 5]), ("reward", [0, 4, 5])):  # one of the lowest rewards goes, two of the highest
+        args = rlhf.Args(batch_size=6, filter=name)
+        assert rlhf.select(batch, args, torch.Generator()).tolist() == kept
+    args = rlhf.Args(batch_size=6, filter="random")
+    kept = rlhf.select(batch, args, torch.Generator().manual_seed(0))
+    assert len(kept) == 3 and torch.equal(kept, kept.unique())
+
+
+# ---- a round of unequal lengths
+
+
+def make_agent(lora=False):
+    lm = gpt2(attn_implementation="eager")
+    if lora:
+        lm = peft.get_peft_model(lm, peft.LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, lora_dropout=0.5))
+        torch.manual_seed(6)
+        for name, p in lm.named_parameters():
+            if "lora_B" in name:  # else they are zero, and so is the gradient of A
+                torch.nn.init.normal_(p, std=0.3)
+    agent = rlhf.Agent(lm).double().eval()
+    torch.nn.init.normal_(agent.value_head.weight)
+    return agent
+
+
+def make_round(agent, args, n=6):
+    """Left-padded prompts and right-padded responses of unequal length, with rewards; gathered, whitened."""
+    generator = torch.Generator().manual_seed(7)
+    prompt_lengths, response_lengths = torch.arange(n) % 4 + 1, torch.arange(n) % 3 * 2 + 1
+    batch = {
+        "query": torch.randint(2, len(WORDS), (n, 4), generator=generator),
+        "query_mask": torch.arange(4) >= 4 - prompt_lengths[:, None],
+        "response": torch.randint(2, len(WORDS), (n, 5), generator=generator),
+        "mask": torch.arange(5) < response_lengths[:, None],
+        "rewards": torch.randn(n, generator=generator, dtype=torch.double),
+    }
+    batch["logprobs"], batch["values"] = rlhf.evaluate_tokens(agent, batch, args)
+    batch["ref_logprobs"] = batch["logprobs"] - 0.1
+    return rlhf.whiten(rlhf.gae(batch, 0.04, 1.0, 0.95))
+
+
+def alone(agent, batch, i):
+    """log-probs and values [length] of record i from its tokens alone: no padding, no batch, no arithmetic of the script."""
+    query, response = batch["query"][i][batch["query_mask"][i]], batch["response"][i][batch["mask"][i]]
+    out = agent.lm(input_ids=torch.cat([query, response])[None], output_hidden_states=True)
+    states = slice(len(query) - 1, len(query) + len(response) - 1)
+    logprobs = out.logits[0, states].log_softmax(-1)[range(len(response)), response]
+    return logprobs, (out.hidden_states[-1][0, states] @ agent.value_head.weight.T + agent.value_head.bias).squeeze(-1)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("target, record_loss", [("seq", "policy"), ("return", "policy"), ("seq", "ppo"), ("return", "ppo")])
+def test_scores_against_a_loop_of_autograd(lora, target, record_loss):
+    agent = make_agent(lora)
+    args = rlhf.Args(batch_size=6, target=target, record_loss=record_loss, score_chunk=4, vf_coef=0.3)
+    batch, validation = make_round(agent, args), None
+    if target == "return":  # on fresh records
+        validation = {name: x[torch.tensor([3, 1, 2, 5])] for name, x in make_round(agent, args).items()}
+    params = [p for p in agent.parameters() if p.requires_grad]
+
+    def gradient(value):
+        grads = torch.autograd.grad(value, params, allow_unused=True)
+        return torch.cat([torch.zeros(p.numel()) if g is None else g.flatten() for g, p in zip(grads, params)])
+
+    valid = batch if validation is None else validation
+    value = 0
+    for i in range(len(valid["mask"])):
+        logprobs, _ = alone(agent, valid, i)
+        advantages = valid["advantages"][i][: len(logprobs)]
+        value += logprobs.sum() * advantages[-1] / 6 if target == "seq" else (logprobs * advantages).sum() / valid["mask"].sum()
+    direction = gradient(value)
+    expected = []
+    for i in range(6):
+        logprobs, newvalue = alone(agent, batch, i)
+        advantages, returns = (batch[name][i][: len(logprobs)] for name in ("advantages", "returns"))
+        loss = -(advantages * (logprobs - logprobs.detach()).exp()).mean()
+        if record_loss == "ppo":
+            loss = loss + 0.3 * (newvalue - returns).square().mean()
+        expected.append(-gradient(loss) @ direction)
+    scores = rlhf.score(agent, batch, args, validation)
+    torch.testing.assert_close(scores, torch.stack(expected), rtol=1e-6, atol=1e-9)
+    assert (scores < 0).any() and (scores > 0).any()
+    assert not agent.training and all(p.grad is None for p in params)
+
+
+def test_generated_tokens_have_the_probabilities_of_the_policy(folder):
+    """Responses end where they say, and repeat with the seed; first tokens come as often as the policy says."""
+    agent = make_agent().float()
+    args = rlhf.Args(max_response_tokens=5, min_response_tokens=2)
+    query = torch.tensor([[0, 0, 7, 3]] * 4000)
+    query_mask = torch.tensor([[False, False, True, True]] * 4000)
+    response, mask = rlhf.generate(agent, query, query_mask, 0, args, torch.Generator().manual_seed(1))
+    again = rlhf.generate(agent, query, query_mask, 0, args, torch.Generator().manual_seed(1))
+    assert torch.equal(response, again[0]) and torch.equal(mask, again[1])
+    lengths = mask.sum(1)
+    assert lengths.min() == 3 and lengths.max() == 5  # no end among the first two
+    ended = (response == 0) & mask
+    assert torch.equal(ended.any(1) | (lengths == 5), torch.ones(4000, dtype=torch.bool))
+    assert torch.equal(ended.sum(1)[ended.any(1)], torch.ones(int(ended.any(1).sum()), dtype=torch.long))
+    with torch.no_grad():
+        logits = agent.lm(input_ids=torch.tensor([[7, 3]])).logits[0, -1]
+    logits[0] = -torch.inf
+    expected = logits.softmax(-1)
+    seen = torch.bincount(response[:, 0], minlength=len(WORDS)) / 4000
+    assert (seen - expected).abs().max() < 5 * (0.25 / 4000) ** 0.5
+
+
+WORKER = """
+import sys, torch
+import torch.distributed as dist
+sys.path[:0] = {paths!r}
+import ppo_iif_rlhf as rlhf
+from test_rlhf import make_agent
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+args = rlhf.Args(**torch.load({file!r})["args"])
+mine = torch.load({file!r})["rounds"]
+batch = {{name: rlhf.gather(x[rlhf.share(6)]) for name, x in mine.items()}}  # a share each, put together
+batch = rlhf.whiten(rlhf.gae(batch, 0.04, 1.0, 0.95))
+agent = make_agent({lora})
+batch["scores"] = rlhf.score(agent, batch, args)
+kept = rlhf.select(batch, args, torch.Generator().manual_seed(1))
+params = [p for p in agent.parameters() if p.requires_grad]
+rlhf.update(agent, torch.optim.SGD(params, 0.1), batch, kept, args, torch.Generator().manual_seed(2))
+torch.save({{"scores": batch["scores"], "kept": kept, "params": params}}, {file!r} + str(dist.get_rank()))
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_drop_and_learn_what_one_does(tmp_path):
+    """One saved round, shared by two processes: of its kept records, an odd number, one process gets more than the other."""
+    agent, file = make_agent(True), str(tmp_path / "round.pt")
+    given = {"batch_size": 6, "minibatch_size": 2, "update_epochs": 2, "score_chunk": 2, "filter_percent": 40.0, "filter_of": "all"}
+    args = rlhf.Args(**given)
+    batch = make_round(agent, args)
+    raw = {k: x for k, x in batch.items() if k not in ("advantages", "returns", "token_rewards")}
+    torch.save({"args": given, "rounds": raw}, file)
+    (tmp_path / "worker.py").write_text(WORKER.format(paths=[str(SCRIPT.parent), str(TESTS)], file=file, lora=True))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "worker.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    batch["scores"] = rlhf.score(agent, batch, args)
+    kept = rlhf.select(batch, args, torch.Generator().manual_seed(1))
+    assert len(kept) == 4
+    params = [p for p in agent.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in params]
+    rlhf.update(agent, torch.optim.SGD(params, 0.1), batch, kept, args, torch.Generator().manual_seed(2))
+    assert all((p - q).abs().max() > 1e-6 for p, q in zip(params, before))
+    for rank in (0, 1):
+        other = torch.load(file + str(rank))
+        assert torch.equal(other["kept"], kept)
+        torch.testing.assert_close(other["scores"], batch["scores"])
+        for p, q in zip(other["params"], params):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+# ---- runs
+
+
+ARMS = ("influence", "random", "reward", "none", "toy_filters:nothing", "toy_filters:weights")
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_run_of_each_arm(arm, folder, tmp_path):
+    more = "--eval-prompts 8 --eval-model-name {0}/classifier --lora-r 2" if arm == "random" else ""
+    more = "--validation-prompts 8 --target return --record-loss ppo" if arm == "reward" else more.format(folder)
+    _, done = train(f"{flags_of(folder)} --filter {arm} {more}", tmp_path)
+    rows = scalars(done)
+    steps = [16, 32]
+    for name in ("rlhf/reward", "rlhf/kl", "rlhf/kl_coef", "rlhf/response_length", "time/rollout", "time/update", "charts/round"):
+        assert [step for step, _ in rows[name]] == steps, name
+    assert rows["rlhf/kl"][0][1] == pytest.approx(0, abs=1e-5) and rows["rlhf/kl"][1][1] != 0 or arm == "toy_filters:nothing"
+    assert ("influence/negative_fraction" in rows) == (arm != "none")
+    skipped, optimizer_steps = (values(done, f"charts/{name}")[-1] for name in ("skipped_updates", "optimizer_steps"))
+    assert (skipped, optimizer_steps == 0) == ((2, True) if arm == "toy_filters:nothing" else (0, False))
+    if arm == "none":
+        assert optimizer_steps == 2 * 4 * 8
+    elif arm in ("influence", "random", "reward"):
+        kept, negative = values(done, "influence/records_kept"), values(done, "influence/negative_fraction")
+        assert kept == [16 - 16 * x for x in negative]
+        assert optimizer_steps == sum(4 * max(int(k) // 2, 1) for k in kept)
+    if arm == "random":
+        assert [step for step, _ in rows["eval/reward"]] == [0, *steps]
+        assert all(0 < x < 1 for x in values(done, "eval/classifier"))
+
+
+def test_the_first_round_is_the_same_in_every_arm_and_a_run_repeats(folder, tmp_path):
+    runs = [scalars(train(f"{flags_of(folder)} --filter {arm}", tmp_path)[1]) for arm in ("influence", "influence", "none")]
+    first, again = ({k: str(v) for k, v in rows.items() if "time/" not in k and k != "charts/SPS"} for rows in runs[:2])
+    assert first == again
+    assert runs[0]["rlhf/reward"][0] == runs[2]["rlhf/reward"][0] and runs[0]["rlhf/entropy"][0] == runs[2]["rlhf/entropy"][0]
+
+
+def test_the_reward_rises_and_the_text_shows_it(folder, tmp_path):
+    flags = "--total-timesteps 1280 --batch-size 64 --learning-rate 3e-2 --kl-coef 0.01 --no-adaptive-kl --save-model"
+    out, done = train(f"{flags_of(folder)} {flags}", tmp_path)
+    reward = values(done, "rlhf/reward")
+    assert np.mean(reward[-3:]) > np.mean(reward[:3]) + 0.3
+    lm = transformers.AutoModelForCausalLM.from_pretrained(done / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(done / "model")
+    inputs = tokenizer(["the film is"] * 100, return_tensors="pt")
+    torch.manual_seed(0)
+    answers = tokenizer.batch_decode(lm.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=6)[:, 3:])
+    counts = [sum(word in answer.split() for answer in answers for word in words) for words in (["good", "great", "love"], ["awful", "bad"])]
+    assert counts[0] > 3 * counts[1]
+
+
+@pytest.mark.parametrize("lora", ["", "--lora-r 2 --dropout"])
+def test_a_resumed_run_ends_like_one_that_never_stopped(lora, folder, tmp_path):
+    flags = f"{flags_of(folder)} --save-every 1 --save-model {lora}"
+    _, whole = train(f"{flags} --total-timesteps 48", tmp_path)
+    _, cut = train(f"{flags} --total-timesteps 32", tmp_path)
+    message, _, _ = run(f"--resume {cut}/checkpoint.pt --total-timesteps 48", tmp_path)
+    assert message is None
+    ends = [torch.load(path / "ppo_iif_rlhf.cleanrl_model") for path in (whole, cut)]
+    assert ends[0]["iteration"] == ends[1]["iteration"] == 3 and ends[0]["kl_coef"] == ends[1]["kl_coef"]
+    for name, p in ends[0]["agent"].items():
+        assert torch.equal(p, ends[1]["agent"][name]), name
+    assert all("lora" in name or "value_head" in name for name in ends[0]["agent"]) == bool(lora)
+    assert scalars(whole)["rlhf/reward"] == scalars(cut)["rlhf/reward"]
+    message, _, _ = run(f"--resume {cut}/checkpoint.pt --total-timesteps 64 --kl-coef 1", tmp_path)
+    assert "--kl-coef 0.04" in message
+
+
+def test_a_table_of_samples_in_wandb(folder, tmp_path):
+    variables = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT")}
+    variables |= {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path), **variables}
+    command = [sys.executable, str(SCRIPT), *flags_of(folder).split(), "--track", "--batch-size", "32"]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert any("influence/scores/values" in row and "rlhf/kl" in row for row in offline_wandb.history(file))
+    (path,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples*.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == ["influence", "reward", "kl", "kept", "prompt", "response"]
+    influence = [row[0] for row in table["data"]]
+    assert influence[:8] == sorted(influence[:8]) and influence[8:] == sorted(influence[8:], reverse=True)
+    assert influence[0] < 0 < influence[8] and len(influence) == 16
+    assert [row[3] for row in table["data"]] == [x >= 0 for x in influence]
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    "flags, culprit",
+    [
+        ("--model-name nobody/nothing", "--model-name nobody/nothing: cannot load config.json"),
+        ("--model-name ./nowhere", "no such folder"),
+        ("--model-name {}", "config.json is missing"),
+        ("--reward-model-name {}/lm2", "tokenizer.json is missing"),
+        ("--reward-model-name {}/classifier --reward-index 2", "2 classes"),
+        ("--dataset-name {}/none.txt", "--dataset-name"),
+        ("--dataset-name {}/prompts.jsonl --dataset-text text", "--dataset-text"),
+        ("--dataset-above toxicity", "--dataset-above"),
+        ("--batch-size 81 --total-timesteps 81 --minibatch-size 1", "only 80 texts"),
+        ("--max-prompt-tokens 30", "context"),
+        ("--min-prompt-tokens 9", "--max-prompt-tokens 5"),
+        ("--minibatch-size 17", "--minibatch-size 17"),
+        ("--filter nothing:here", "--filter nothing:here"),
+        ("--filter-percent 101", "--filter-percent"),
+        ("--eval-prompts 21", "only 20 texts"),
+        ("--kl-coef -1", "--kl-coef"),
+        ("--learning-rate 0", "--learning-rate"),
+        ("--resume {}/texts.txt", "--resume"),
+    ],
+)
+def test_refused_before_work_starts(flags, culprit, folder, tmp_path):
+    if "lm2" in flags:
+        shutil.copytree(folder / "classifier", folder / "lm2", ignore=lambda *_: ["tokenizer.json"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        message, _, done = run(f"{flags_of(folder)} {flags.format(folder)}", tmp_path)
+    assert culprit in message and "\n" not in message and done is None
+
+
+def test_a_reward_that_is_not_finite_is_named_and_nothing_is_lost(folder, tmp_path):
+    shutil.copytree(folder / "classifier", tmp_path / "classifier")
+    model = transformers.GPT2ForSequenceClassification.from_pretrained(tmp_path / "classifier")
+    with torch.no_grad():
+        model.score.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "classifier")
+    message, _, done = run(f"{flags_of(folder)} --reward-model-name {tmp_path}/classifier --save-model", tmp_path)
+    assert "round 0: rewards of --reward-model-name" in message and "16 of 16 records" in message and "\n" not in message
+    message, _, _ = run(f"--resume {done}/checkpoint.pt --reward-model-name {folder}/classifier", tmp_path)
+    assert message is None and len(values(done, "rlhf/reward")) == 2
+
+
+def test_texts_of_rows_and_whole_prompts(folder, tmp_path):
+    """Fields of .jsonl rows above a number; evaluation on whole texts, longer than the context too."""
+    args = rlhf.Args(dataset_text="prompt.text", dataset_above="prompt.toxicity:0.3")
+    assert len(rlhf.load_texts("--dataset-name", str(folder / "prompts.jsonl"), args)) == 40
+    (tmp_path / "long.txt").write_text("\n".join(["it was a good plot " * n for n in (1, 2, 20)]))
+    out, done = train(
+        f"{flags_of(folder)} --dataset-name {folder}/prompts.jsonl --dataset-text prompt.text --total-timesteps 16"
+        f" --eval-dataset-name {tmp_path}/long.txt --eval-prompts 3",
+        tmp_path,
+    )
+    assert "1 of 3 prompts are longer than the context: their last 26 tokens" in out
+    assert len(values(done, "eval/reward")) == 2
+
+
+def test_empty_responses_are_counted_and_rewarded(folder, tmp_path):
+    """The model ends at once for one in 23 of them, more or less."""
+    _, done = train(f"{flags_of(folder)} --reward-model-name {folder}/classifier --batch-size 64 --total-timesteps 64", tmp_path)
+    assert 0 < values(done, "rlhf/empty_responses")[0] < 16 and np.isfinite(values(done, "rlhf/reward")).all()
