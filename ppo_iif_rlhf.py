@@ -98,7 +98,7 @@ class Args:
     # Algorithm specific arguments
     total_timesteps: int = 8192
     """total prompts of the experiment (rounded down to whole rounds)"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 1e-4
     """the learning rate of the optimizer"""
     optimizer: Literal["adam", "sgd"] = "adam"
     """Adam, or plain SGD; scores are computed as if it were SGD"""
@@ -549,11 +549,11 @@ def generate(agent, query, query_mask, end, args, generator):
             input_ids=tokens,
             attention_mask=attention.long(),
             position_ids=positions,
-            past_key_values=cache,
+            cache=cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        logits, cache = out.logits[:, -1].float(), out.past_key_values
+        logits, cache = out.logits[:, -1].float(), out.cache
         if t < args.min_response_tokens:
             logits[:, end] = -torch.inf
         tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
@@ -985,7 +985,6 @@ if __name__ == "__main__":
             selection = select(batch, args, stream(2, iteration))
         times.append(time.perf_counter())
 
-        before = {name: p.detach().clone() for name, p in params.items()} if iteration == 0 else None
         torch.manual_seed(derive_seed(args.seed, 4, iteration, rank))  # of dropout
         losses, steps = update(agent, optimizer, batch, selection, args, stream(1, iteration))
         times.append(time.perf_counter())

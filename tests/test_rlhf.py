@@ -152,7 +152,7 @@ def test_the_kl_controller():
 
 def test_what_each_filter_keeps():
     batch = {"scores": torch.tensor([-1.0, 2, -3, 4, -5, 6]), "rewards": torch.tensor([3.0, 1, 2, 9, 5, 4])}
-    for name, kept in (("influence", [1, 3, 5]), ("reward", [0, 4, 5])):  # one of the lowest rewards goes, two of the highest
+    for name, kept in (("influence", [1, 3, 5]), ("reward", [0, 2, 5])):  # one of the lowest rewards goes, two of the highest
         args = rlhf.Args(batch_size=6, filter=name)
         assert rlhf.select(batch, args, torch.Generator()).tolist() == kept
     args = rlhf.Args(batch_size=6, filter="random")
@@ -289,9 +289,9 @@ def test_two_processes_drop_and_learn_what_one_does(tmp_path):
     raw = {k: x for k, x in batch.items() if k not in ("advantages", "returns", "token_rewards")}
     torch.save({"args": given, "rounds": raw}, file)
     (tmp_path / "worker.py").write_text(WORKER.format(paths=[str(SCRIPT.parent), str(TESTS)], file=file, lora=True))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "worker.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "worker.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     batch["scores"] = rlhf.score(agent, batch, args)
     kept = rlhf.select(batch, args, torch.Generator().manual_seed(1))
