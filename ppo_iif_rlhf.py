@@ -151,7 +151,7 @@ class Args:
     eval_prompts: int = 0
     """evaluate the policy of every round on so many held-out prompts, always the same ones (0: never)"""
     eval_dataset_name: str | None = None
-    """take the texts of this data, whole (their last tokens, as many as the context holds), for eval_prompts"""
+    """take the `text` of this data, whole (its last tokens, as many as the context holds), for eval_prompts"""
     eval_model_name: str | None = None
     """a second classifier (hub id, local folder or tiny), whose probability of class eval_index evaluation reports"""
     eval_index: int = 1
@@ -367,14 +367,15 @@ def load_pretrained(flag, name, kind, **kwargs):
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         sys.exit(f"{flag} {name}: there is no such folder; {remedy}")
     try:
+        missing = "config.json"
         transformers.utils.cached_file(name, "config.json")
         missing = "the tokenizer"
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         missing = "the weights"
         return getattr(transformers, kind).from_pretrained(name, **kwargs), tokenizer
     except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())[:200]
-        sys.exit(f"{flag} {name}: cannot load {missing or 'config.json'} ({reason}); {remedy}")
+        reason = " ".join(str(error).split()).split(". ")[0][:200]
+        sys.exit(f"{flag} {name}: cannot load {missing} ({reason}); {remedy}")
 
 
 def field_of(row, path):
@@ -383,7 +384,7 @@ def field_of(row, path):
     return row
 
 
-def load_texts(flag, name, args):
+def load_texts(flag, name, fields="text", above=None):
     """The texts of --dataset-name or --eval-dataset-name, empty ones left out."""
     if name == "reviews":
         return reviews()[0]
@@ -399,10 +400,10 @@ def load_texts(flag, name, args):
                 sys.exit(f"{flag} {name} is no file, and a hub id needs `pip install datasets`; give a .txt or .jsonl file")
             else:
                 rows = importlib.import_module("datasets").load_dataset(name, split="train")
-            if args.dataset_above is not None:
-                path, bound = args.dataset_above.split(":")
+            if above is not None:
+                path, bound = above.split(":")
                 rows = [row for row in rows if (field_of(row, path) or 0) > float(bound)]
-            texts = ["".join(field_of(row, path) for path in args.dataset_text.split("+")) for row in rows]
+            texts = ["".join(field_of(row, path) for path in fields.split("+")) for row in rows]
     except (KeyError, TypeError) as error:
         sys.exit(f"{flag} {name}: not every row has the fields of --dataset-text and --dataset-above ({error})")
     except Exception as error:
@@ -840,23 +841,12 @@ if __name__ == "__main__":
             print(f"{TINY} is there")
             sys.exit()
 
-    agent, reference, tokenizer = make_agent(args, device)
-    params = {name: p for name, p in agent.named_parameters() if p.requires_grad}
-    if args.optimizer == "sgd":
-        optimizer = optim.SGD(params.values(), lr=args.learning_rate, fused=True)
-    else:
-        optimizer = optim.Adam(params.values(), lr=args.learning_rate, fused=True)
-    reward = make_reward(args, device)
-    measures = {"reward": reward}
-    if args.eval_model_name:
-        measures["classifier"] = make_classifier("--eval-model-name", args.eval_model_name, args.eval_index, device, True)
-
     # data: the last fifth is held out, its first texts for evaluation, the others for validation
-    texts = load_texts("--dataset-name", args.dataset_name, args)
+    texts = load_texts("--dataset-name", args.dataset_name, args.dataset_text, args.dataset_above)
     texts, held_out = texts[: len(texts) * 4 // 5], texts[len(texts) * 4 // 5 :]
     eval_texts, validation_texts = held_out[: args.eval_prompts], held_out[args.eval_prompts :]
     if args.eval_dataset_name:
-        eval_texts, validation_texts = load_texts("--eval-dataset-name", args.eval_dataset_name, args), held_out
+        eval_texts, validation_texts = load_texts("--eval-dataset-name", args.eval_dataset_name), held_out
     for flag, needed, there in (
         ("--batch-size", args.batch_size, len(texts)),
         ("--eval-prompts", args.eval_prompts, len(eval_texts)),
@@ -864,6 +854,17 @@ if __name__ == "__main__":
     ):
         if needed > there:
             sys.exit(f"{flag} {needed}: the data has only {there} texts for it")
+
+    reward = make_reward(args, device)
+    measures = {"reward": reward}
+    if args.eval_model_name:
+        measures["classifier"] = make_classifier("--eval-model-name", args.eval_model_name, args.eval_index, device, True)
+    agent, reference, tokenizer = make_agent(args, device)
+    params = {name: p for name, p in agent.named_parameters() if p.requires_grad}
+    if args.optimizer == "sgd":
+        optimizer = optim.SGD(params.values(), lr=args.learning_rate, fused=True)
+    else:
+        optimizer = optim.Adam(params.values(), lr=args.learning_rate, fused=True)
     if args.eval_prompts:
         eval_lengths = np.random.default_rng(derive_seed(args.seed, 7)).integers(
             args.min_prompt_tokens, args.max_prompt_tokens + 1, args.eval_prompts

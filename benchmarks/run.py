@@ -108,7 +108,8 @@ def rows_of(run, folder):
     labels = [run.suite, run.environment, run.arm, percent, given["--optimizer"], run.seed]
     names = ("influence/records_kept", "influence/negative_fraction", "time/rollout", "time/scoring", "time/update")
     columns = [{event.step: event.value for event in scalars.get(name, ())} for name in names]
-    evaluations = scalars["eval/episodic_return"]
+    more = [(name, {event.step: event.value for event in scalars[name]}) for _, name in run.columns]
+    evaluations = scalars[run.returns]
     ends = [event.step for event in scalars["charts/round"]]
     if len(ends) != run.rounds or [event.step for event in evaluations] != [0, *ends]:
         raise ValueError(f"{len(ends)} rounds and {len(evaluations)} evaluations, expected {run.rounds} and one more")
@@ -119,7 +120,11 @@ def rows_of(run, folder):
             kept = end - event.step
         did = [*(x if x is None else f"{x:.5g}" for x in (kept, negative)), *(x if x is None else f"{x:.4f}" for x in seconds)]
         wall = event.wall_time - evaluations[0].wall_time
-        rows.append([*labels, k, event.step, f"{event.value:.6g}", given["--eval-episodes"], *did, f"{wall:.1f}"])
+        episodes = given.get("--eval-episodes") or given["--eval-prompts"]
+        # evaluations are of theta(k), before round k
+        extra = [column.get(event.step if name.startswith("eval/") else end) for name, column in more]
+        extra = [x if x is None else f"{x:.5g}" for x in extra]
+        rows.append([*labels, k, event.step, f"{event.value:.6g}", episodes, *did, f"{wall:.1f}", *extra])
     return rows
 
 
@@ -238,9 +243,13 @@ def write_csv(path, columns, rows):
     os.replace(f"{path}.tmp", path)
 
 
-def save(results, run, rows, record, columns=COLUMNS):
+def columns_of(run):
+    return [*COLUMNS, *dict(run.columns)]
+
+
+def save(results, run, rows, record, columns=None):
     """Write the results of a run; the record last, for it says that the run is finished."""
-    write_csv(results / run.suite / f"{run.name}.csv", columns, rows)
+    write_csv(results / run.suite / f"{run.name}.csv", columns or columns_of(run), rows)
     path = results / run.suite / "runs.csv"
     with locked(results / run.suite / "work"):
         records = {r["run"]: r for r in read_csv(path)} | {run.name: record}
@@ -281,7 +290,7 @@ def to_do(queue, results):
             source, record = finished[key(run.command)]
             rows = [{**row, "suite": run.suite, "environment": run.environment, "arm": run.arm} for row in read_csv(source)]
             reused = {"run": run.name, "cpu_seconds": 0, "reused_from": f"{source.parent.name}/{source.stem}"}
-            save(results, run, [[row[column] for column in COLUMNS] for row in rows], {**record, **reused})
+            save(results, run, [[row[column] for column in columns_of(run)] for row in rows], {**record, **reused})
         else:
             rest.append(run)
     return rest

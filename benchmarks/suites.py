@@ -26,6 +26,14 @@ ENVIRONMENTS = {  # name: (script, its arguments, rounds, percent of the negativ
     "LunarLander": ("ppo_iif", f"--env-id LunarLander-v3 {SGD} {COMMON} 20", 100, 12.5),
     "BipedalWalker": ("ppo_iif_continuous", f"--env-id BipedalWalker-v3 {ADAM} 0.0003 {COMMON} 10", 150, 6.25),
 }
+# A small language model, made to write of films with a lexicon's favour. It is built once: python ppo_iif_rlhf.py --prepare
+RLHF = "--no-cuda --optimizer adam --learning-rate 0.0001 --batch-size 128 --minibatch-size 4 --eval-prompts 128 --eval-model-name tiny"
+RLHF_COLUMNS = {
+    "reward": "rlhf/reward",
+    "kl": "rlhf/kl",
+    "response_length": "rlhf/response_length",
+    "held_out": "eval/classifier",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,9 @@ class Entry:
     arms: dict[str, str]  # name: its own arguments
     seeds: int = 5
     last: bool = False  # after all the others of its suite, because it is slow
+    records: int = ROUND  # a round
+    returns: str = "eval/episodic_return"  # what the script logs as the return of theta(k)
+    columns: tuple[tuple[str, str], ...] = ()  # more columns of the results, and what the script logs for them
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,8 @@ class Run:
     rounds: int
     script: str
     arguments: str
+    returns: str = "eval/episodic_return"
+    columns: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self):
@@ -142,9 +155,29 @@ SUITES = {
     ],
     # MiniGrid's symbols divided by 10, not by 255
     "minigrid_scale": [entry("MiniGrid", "influence", "none", extra="--obs-scale 10")],
+    # Figures 7 and 16, Table 6
+    "rlhf": [
+        Entry(
+            "reviews",
+            "ppo_iif_rlhf",
+            RLHF,
+            60,
+            {
+                "influence": "--filter influence --target seq",
+                "influence, return": "--filter influence --target return",
+                "none": "--filter none",
+                "random": "--filter random --target seq",
+                "reward": "--filter reward --target seq",
+            },
+            seeds=3,
+            records=128,
+            returns="eval/reward",
+            columns=tuple(RLHF_COLUMNS.items()),
+        )
+    ],
 }
 # Their run times are compared between arms, which must have run side by side: nothing is taken over from another suite.
-TIMED = ("fig6", "adam")
+TIMED = ("fig6", "adam", "rlhf")
 
 
 def runs_of(suite, seeds=None, only=(), names=(), rounds=None):
@@ -157,8 +190,9 @@ def runs_of(suite, seeds=None, only=(), names=(), rounds=None):
             for arm, own in e.arms.items():
                 if (not only or e.environment in only) and (not names or arm in names):
                     number = rounds or e.rounds
-                    flags = (e.arguments, own, f"--total-timesteps {number * ROUND} --seed {seed}")
-                    run = Run(suite, e.environment, arm, seed, number, e.script, " ".join(filter(None, flags)))
+                    flags = (e.arguments, own, f"--total-timesteps {number * e.records} --seed {seed}")
+                    arguments = " ".join(filter(None, flags))
+                    run = Run(suite, e.environment, arm, seed, number, e.script, arguments, e.returns, e.columns)
                     queue.append(((e.last, seed, position), run))
     return [run for _, run in sorted(queue, key=lambda pair: pair[0])]
 

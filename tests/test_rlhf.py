@@ -423,7 +423,7 @@ def test_refused_before_work_starts(flags, culprit, folder, tmp_path):
     if "lm2" in flags:
         shutil.copytree(folder / "classifier", folder / "lm2", ignore=lambda *_: ["tokenizer.json"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no retries
         message, _, done = run(f"{flags_of(folder)} {flags.format(folder)}", tmp_path)
     assert culprit in message and "\n" not in message and done is None
 
@@ -442,8 +442,7 @@ def test_a_reward_that_is_not_finite_is_named_and_nothing_is_lost(folder, tmp_pa
 
 def test_texts_of_rows_and_whole_prompts(folder, tmp_path):
     """Fields of .jsonl rows above a number; evaluation on whole texts, longer than the context too."""
-    args = rlhf.Args(dataset_text="prompt.text", dataset_above="prompt.toxicity:0.3")
-    assert len(rlhf.load_texts("--dataset-name", str(folder / "prompts.jsonl"), args)) == 40
+    assert len(rlhf.load_texts("--dataset-name", str(folder / "prompts.jsonl"), "prompt.text", "prompt.toxicity:0.3")) == 40
     (tmp_path / "long.txt").write_text("\n".join(["it was a good plot " * n for n in (1, 2, 20)]))
     out, done = train(
         f"{flags_of(folder)} --dataset-name {folder}/prompts.jsonl --dataset-text prompt.text --total-timesteps 16"
