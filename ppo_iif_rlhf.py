@@ -602,7 +602,7 @@ def gae(batch, kl_coef, gamma, gae_lambda):
     returns to a round, [n, T] each and zero on padding. The end of a response, cut or not, ends the future."""
     mask, values = batch["mask"], batch["values"]
     token_rewards = -kl_coef * (batch["logprobs"] - batch["ref_logprobs"]) * mask
-    token_rewards[torch.arange(len(mask)), mask.sum(1) - 1] += batch["rewards"]
+    token_rewards[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1] += batch["rewards"]
     following = F.pad(mask, (0, 1))[:, 1:]  # True where a token has one after it
     deltas = token_rewards + gamma * F.pad(values, (0, 1))[:, 1:] * following - values
     advantages, last = torch.zeros_like(values), torch.zeros_like(values[:, 0])

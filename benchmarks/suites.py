@@ -163,11 +163,14 @@ SUITES = {
             RLHF,
             60,
             {
-                "influence": "--filter influence --target seq",
-                "influence, return": "--filter influence --target return",
+                "influence": "--filter influence --filter-percent 100 --target seq",
+                "influence, return": "--filter influence --filter-percent 100 --target return",
+                # on fresh answers, as the authors' scripts: no record counts in the target, and so for itself
+                "influence, fresh": "--filter influence --filter-percent 100 --target seq --validation-prompts 128",
+                "random, fresh": "--filter random --filter-percent 100 --target seq --validation-prompts 128",
                 "none": "--filter none",
-                "random": "--filter random --target seq",
-                "reward": "--filter reward --target seq",
+                "random": "--filter random --filter-percent 100 --target seq",
+                "reward": "--filter reward --filter-percent 100 --target seq",
             },
             seeds=3,
             records=128,

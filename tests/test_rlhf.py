@@ -308,6 +308,17 @@ def test_two_processes_drop_and_learn_what_one_does(tmp_path):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
+def test_a_run_of_two_processes(folder, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    flags = f"{flags_of(folder)} --validation-prompts 8 --eval-prompts 4 --save-model"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *flags.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("runs/*")
+    assert [step for step, _ in scalars(path)["rlhf/reward"]] == [16, 32] and len(values(path, "eval/reward")) == 3
+    assert torch.load(path / "ppo_iif_rlhf.cleanrl_model")["iteration"] == 2
+
+
 # ---- runs
 
 
