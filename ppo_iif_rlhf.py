@@ -1060,4 +1060,5 @@ if __name__ == "__main__":
         if track:
             wandb.finish()
     if size > 1:
+        dist.barrier()  # nobody leaves while another still writes
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from benchmarks import explain, fixed_reference, intervene, learning, local_check, metrics, scoring, throughput
+from benchmarks import explain, fixed_reference, intervene, learning, local_check, metrics, rlhf, scoring, throughput
 from benchmarks.run import RESULTS, ROOT, read_csv
 from benchmarks.snapshots import save_small
 from benchmarks.suites import ENVIRONMENTS, SUITES, runs_of
@@ -438,6 +438,7 @@ BLOCKS = {  # name: (its function, the suite that it shows)
     "filters": (other_filters, "filters"),
     "minigrid_scale": (minigrid_scale, "minigrid_scale"),
     "fixed_reference": (fixed_reference.block, None),
+    "rlhf": (rlhf.block, None),
     "scoring": (lambda results: scoring.table(results / "scoring.csv").strip(), None),
     "throughput": (lambda results: throughput.table(results / "throughput.csv").strip(), None),
     "learning": (lambda results: learning.table(results / "learning"), None),
@@ -537,5 +538,7 @@ if __name__ == "__main__":
             draw(RESULTS, suite)
         elif name == fixed_reference.SUITE and fixed_reference.load(RESULTS):
             fixed_reference.draw(RESULTS)
+        elif name == rlhf.SUITE and rlhf.load(RESULTS):
+            rlhf.draw(RESULTS)
         text = insert(text, name, block(name))
     README.write_text(text)

@@ -276,6 +276,7 @@ kept = rlhf.select(batch, args, torch.Generator().manual_seed(1))
 params = [p for p in agent.parameters() if p.requires_grad]
 rlhf.update(agent, torch.optim.SGD(params, 0.1), batch, kept, args, torch.Generator().manual_seed(2))
 torch.save({{"scores": batch["scores"], "kept": kept, "params": params}}, {file!r} + str(dist.get_rank()))
+dist.barrier()
 dist.destroy_process_group()
 """
 

@@ -1,0 +1,118 @@
+"""The suite `rlhf`, shown as the paper shows its own: Figures 7 and 16, Table 6. For benchmarks/report.py.
+
+The level that counts is the standard run's final one: the mean reward of its last five rounds. A run of the same seed reaches it
+in the first round up to which the mean of the last five (or fewer) rewards is as high; a level never reached counts as one round
+more than there are. Rewards are those of the training's rollouts, as in Figure 7(a).
+"""
+
+import numpy as np
+
+from benchmarks import metrics
+from benchmarks.run import RESULTS, read_csv
+from benchmarks.suites import SUITES
+
+SUITE = "rlhf"
+PAPER = {  # Table 6, seconds a round: generation, rewards and forward passes; influence; optimisation
+    "influence": (1.71 + 1.03, 2.15, 40.39),
+    "none": (1.59 + 0.99, 0.0, 85.56),
+}
+PAPER_REACHED = ("32.8 ± 1.5", "16.8 ± 1.3")  # percent of the rounds, and of the run time, to the standard run's final level
+PANELS = (("reward", "training reward"), ("return", "reward on held-out prompts"), ("held_out", "second classifier, held out"))
+
+
+def load(results=RESULTS):
+    """{arm: {seed: its rows}} of what is finished, in the order of the suite's table."""
+    (entry,) = SUITES[SUITE]
+    data = {arm: {} for arm in entry.arms}
+    for path in sorted((results / SUITE).glob("*.csv")):
+        if path.name != "runs.csv":
+            rows = read_csv(path)
+            data.setdefault(rows[0]["arm"], {})[int(rows[0]["seed"])] = rows
+    return {arm: runs for arm, runs in data.items() if runs}
+
+
+def column(rows, name):
+    """The values of a column, without rows that have none (the last: the policy after the last round)."""
+    return np.array([float(row[name]) for row in rows if row[name]])
+
+
+def stages(arm, rows):
+    """Seconds of rollout, scoring and update of each round, [K, 3]. Controls score only to know how many records to drop."""
+    seconds = np.stack([column(rows, f"{name}_seconds") for name in ("rollout", "scoring", "update")], 1)
+    if not arm.startswith("influence"):
+        seconds[:, 1] = 0
+    return seconds
+
+
+def reached(arm, rows, standard):
+    """Rounds, and seconds, until the standard run's final level, in percent of all of the standard run's."""
+    level = column(standard, "reward")[-5:].mean()
+    smoothed = metrics.smooth(column(rows, "reward"))
+    m = metrics.rounds_to(smoothed, level)[0] + 1  # the reward of round m - 1 is there after m rollouts
+    mine, all_of_standard = stages(arm, rows).sum(1), stages("none", standard).sum(1)
+    seconds = mine[:m].sum() + (mine.mean() if m > len(mine) else 0)
+    return 100 * m / len(all_of_standard), 100 * seconds / all_of_standard.sum()
+
+
+def block(results=RESULTS):
+    from benchmarks.report import mean_and_error, picture, table
+
+    data = load(results)
+    if not data:
+        return f"Not yet run: `python -m benchmarks.run {SUITE}`."
+    rows = []
+    for arm, runs in data.items():
+        both = [reached(arm, mine, data["none"][seed]) for seed, mine in runs.items() if seed in data.get("none", {})]
+        paper = PAPER_REACHED if arm == "influence" else ("", "")
+        cells = [mean_and_error(values) + (f" ({p})" if p else "") for values, p in zip(zip(*both), paper)] or ["", ""]
+        for name, decimals in (("reward", 3), ("return", 3), ("held_out", 3), ("kl", 1)):
+            cells.append(mean_and_error([column(r, name)[-5:].mean() for r in runs.values()], decimals))
+        dropped = [1 - (column(r, "records_kept") / np.diff(column(r, "global_step"))).mean() for r in runs.values()]
+        rows.append([arm, len(runs), *cells, mean_and_error([100 * x for x in dropped], 0)])
+    header = "|seeds|% of rounds to the final level of none (the paper's)|% of its run time|training reward".split("|")
+    header += ["held-out reward", "second classifier", "KL", "dropped, %"]
+
+    seconds = {arm: np.mean([np.median(stages(arm, r), 0) for r in runs.values()], 0) for arm, runs in data.items()}
+    times = []
+    for arm, found in seconds.items():
+        cells = [f"{x:.2f}" for x in (*found, found.sum())]
+        if arm in PAPER:
+            cells = [f"{cell} ({x:.2f})" for cell, x in zip(cells, (*PAPER[arm], sum(PAPER[arm])))]
+        ratio = f"{found.sum() / seconds['none'].sum():.2f}" if "none" in seconds else ""
+        times.append([arm, *cells, ratio + f" ({sum(PAPER[arm]) / sum(PAPER['none']):.2f})" * (arm in PAPER and bool(ratio))])
+    stages_header = ["seconds a round (the paper's, on an A100)", "rollout", "scoring", "update", "all", "to none"]
+    return "\n\n".join(
+        [
+            picture(SUITE, "Reward and held-out measures against rounds"),
+            "*Mean and standard error over seeds. Rewards of training are trailing means of five rounds.*",
+            "Final values are means of the last five rounds; all are mean ± SE over seeds.",
+            table(header, rows),
+            table(stages_header, times),
+        ]
+    )
+
+
+def draw(results=RESULTS):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from benchmarks.report import save_small
+
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(3.7 * len(PANELS), 3), dpi=90, layout="constrained")
+    for ax, (name, title) in zip(axes, PANELS):
+        for i, (arm, runs) in enumerate(load(results).items()):
+            curves = [column(rows, name) for rows in runs.values()]
+            curves = np.array([metrics.smooth(c) if name == "reward" else c for c in curves])
+            mean, error, _ = np.array([metrics.t_interval(values) for values in curves.T]).T
+            ax.plot(mean, color=f"C{i}", lw=1.2, label=arm)
+            ax.fill_between(range(len(mean)), mean - error, mean + error, color=f"C{i}", alpha=0.2, lw=0)
+        ax.set_title(title, fontsize=9)
+        ax.tick_params(labelsize=8)
+        ax.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=8)
+    figure.supxlabel("round k", fontsize=9)
+    save_small(figure, results / SUITE / f"{SUITE}.png")
+    plt.close(figure)
