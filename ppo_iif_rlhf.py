@@ -168,7 +168,9 @@ def check_args(args):
     """Refuse arguments that cannot work, before anything is started."""
     if "/" in args.exp_name:
         sys.exit(f"--exp-name {args.exp_name}: a slash would make folders of it")
-    names = "batch_size minibatch_size update_epochs torch_threads min_prompt_tokens max_response_tokens score_chunk kl_horizon"
+    names = (
+        "batch_size minibatch_size update_epochs torch_threads min_prompt_tokens max_response_tokens score_chunk kl_horizon"
+    )
     for name in names.split():
         if getattr(args, name) < 1:
             sys.exit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
@@ -224,7 +226,7 @@ def derive_seed(*key):
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
-# ---- several processes: each has a share of a round's records, knows all of it once it is collected, and computes for its share
+# ---- several processes: each collects a share of a round, then knows all of it, and computes for a share again
 
 
 def rank_and_size():
@@ -598,8 +600,8 @@ def rollout(agent, reference, tokenizer, reward, prompts, args, generator, devic
 
 
 def gae(batch, kl_coef, gamma, gae_lambda):
-    """Add the rewards of tokens (the KL penalty; on the last one also the record's reward), generalised advantage estimates and
-    returns to a round, [n, T] each and zero on padding. The end of a response, cut or not, ends the future."""
+    """Add the rewards of tokens (the KL penalty; on the last one also the record's reward), generalised advantage estimates
+    and returns to a round, [n, T] each and zero on padding. The end of a response, cut or not, ends the future."""
     mask, values = batch["mask"], batch["values"]
     token_rewards = -kl_coef * (batch["logprobs"] - batch["ref_logprobs"]) * mask
     token_rewards[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1] += batch["rewards"]
@@ -626,8 +628,8 @@ def mean_over_tokens(x, mask):
 
 
 def record_losses(agent, batch, inds, args):
-    """PPO's losses of the records `inds`, each the mean over its tokens: policy and value [len(inds)]; the ratios [len(inds), T]
-    (one on padding). A minibatch's loss is the mean over its records."""
+    """PPO's losses of the records `inds`, each the mean over its tokens: policy and value [len(inds)]; the ratios
+    [len(inds), T] (one on padding). A minibatch's loss is the mean over its records."""
     names = ("query", "query_mask", "response", "mask", "logprobs", "advantages", "returns", "values")
     query, query_mask, response, mask, logprobs, advantages, returns, values = (batch[name][inds] for name in names)
     newlogprob, newvalue = agent(query, query_mask, response, mask)
@@ -647,8 +649,8 @@ def record_losses(agent, batch, inds, args):
 
 
 def score(agent, batch, args, validation=None):
-    """Influence [batch_size] of the records of a round on the target, computed on `validation` (another round; default: the same
-    one). The direction is that of all processes; each scores its share of the records."""
+    """Influence [batch_size] of the records of a round on the target, computed on `validation` (another round; default: the
+    same one). The direction is that of all processes; each scores its share of the records."""
     valid = batch if validation is None else validation
     mask, advantages = valid["mask"], valid["advantages"]
     if args.target == "seq":
@@ -711,8 +713,8 @@ def minibatches(selection, args, generator):
 
 
 def update(agent, optimizer, batch, selection, args, generator):
-    """PPO's epochs over the selected records. Returns the losses to log, means over this process's share of all minibatches, and
-    the number of optimizer steps."""
+    """PPO's epochs over the selected records. Returns the losses to log, means over this process's share of all minibatches,
+    and the number of optimizer steps."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     rank, size = rank_and_size()
     steps, rows = 0, []
@@ -751,7 +753,7 @@ def next_kl_coef(kl_coef, kl, args):
 def evaluate(agent, tokenizer, measures, prompts, args, generator, device):
     """{name: [n]} of each measure (a function of texts) of sampled answers to this process's prompts, over all processes."""
     response, mask = [], []
-    for query, query_mask in zip(*(x.split(4 * args.score_chunk) for x in prompts)):
+    for query, query_mask in zip(*(x.split(args.score_chunk) for x in prompts)):
         sampled = generate(agent, query.to(device), query_mask.to(device), tokenizer.eos_token_id, args, generator)
         response.append(sampled[0])
         mask.append(sampled[1])
@@ -875,7 +877,9 @@ if __name__ == "__main__":
             whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in eval_texts[: args.eval_prompts]]
             cut = sum(len(ids) > room for ids in whole)
             if cut and rank == 0:
-                print(f"--eval-dataset-name: {cut} of {len(whole)} prompts are longer than the context: their last {room} tokens")
+                print(
+                    f"--eval-dataset-name: {cut} of {len(whole)} prompts are longer than the context: their last {room} tokens"
+                )
             padded = tokenizer.pad({"input_ids": [ids[-room:] for ids in whole]}, padding_side="left", return_tensors="pt")
             eval_query, eval_mask = padded["input_ids"], padded["attention_mask"].bool()
         eval_query, eval_mask = eval_query[share(args.eval_prompts)], eval_mask[share(args.eval_prompts)]
@@ -1034,7 +1038,8 @@ if __name__ == "__main__":
             writer.add_text("samples", text, global_step)
             if track:
                 wandb.log({"samples": wandb.Table(columns=list(columns), data=table), "global_step": global_step})
-            print(f"global_step={global_step}, reward={rows['reward']:.4f}, kl={kl:.3f}, sample={cells[-1][-2]} ... {cells[-1][-1]}")
+            sample = " ... ".join(cells[-1][-2:])
+            print(f"global_step={global_step}, reward={rows['reward']:.4f}, kl={kl:.3f}, sample={sample}", flush=True)
             sps = global_step - first_step
             writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], global_step)
             writer.add_scalar("charts/SPS", sps / (time.time() - start_time), global_step)

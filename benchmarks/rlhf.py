@@ -1,8 +1,8 @@
 """The suite `rlhf`, shown as the paper shows its own: Figures 7 and 16, Table 6. For benchmarks/report.py.
 
-The level that counts is the standard run's final one: the mean reward of its last five rounds. A run of the same seed reaches it
-in the first round up to which the mean of the last five (or fewer) rewards is as high; a level never reached counts as one round
-more than there are. Rewards are those of the training's rollouts, as in Figure 7(a).
+The level that counts is the standard run's final one: the mean reward of its last five rounds. A run of the same seed reaches
+it in the first round up to which the mean of the last five (or fewer) rewards is as high; a level never reached counts as one
+round more than there are. Rewards are those of the training's rollouts, as in Figure 7(a).
 """
 
 import numpy as np

@@ -27,7 +27,10 @@ ENVIRONMENTS = {  # name: (script, its arguments, rounds, percent of the negativ
     "BipedalWalker": ("ppo_iif_continuous", f"--env-id BipedalWalker-v3 {ADAM} 0.0003 {COMMON} 10", 150, 6.25),
 }
 # A small language model, made to write of films with a lexicon's favour. It is built once: python ppo_iif_rlhf.py --prepare
-RLHF = "--no-cuda --optimizer adam --learning-rate 0.0001 --batch-size 128 --minibatch-size 4 --eval-prompts 128 --eval-model-name tiny"
+RLHF = (
+    "--no-cuda --optimizer adam --learning-rate 0.0001 --batch-size 128 --minibatch-size 4 --eval-prompts 128"
+    " --eval-model-name tiny"
+)
 RLHF_COLUMNS = {
     "reward": "rlhf/reward",
     "kl": "rlhf/kl",

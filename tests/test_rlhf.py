@@ -25,13 +25,23 @@ import ppo_iif_rlhf as rlhf  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
 SCRIPT = TESTS.parent / "ppo_iif_rlhf.py"
-WORDS = "<end> <unk> the a film plot is was and it good great love awful bad boring long of in some not actor scene why".split()
+WORDS = (
+    "<end> <unk> the a film plot is was and it good great love awful bad boring long of in some not actor scene why".split()
+)
 torch.set_num_threads(1)
 
 
 def gpt2(kind="GPT2LMHeadModel", **kwargs):
     config = transformers.GPT2Config(
-        vocab_size=len(WORDS), n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, pad_token_id=0, **kwargs
+        vocab_size=len(WORDS),
+        n_positions=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        **kwargs,
     )
     torch.manual_seed(5)
     return getattr(transformers, kind)(config)
@@ -43,7 +53,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>", unk_token="<unk>")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<end>", pad_token="<end>", unk_token="<unk>"
+    )
     for name, kind in (("lm", "GPT2LMHeadModel"), ("classifier", "GPT2ForSequenceClassification")):
         gpt2(kind).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -108,9 +120,7 @@ def test_token_rewards_and_gae_with_padding():
     last, middle = 8.1, 0.25 * 8.1
     expected = torch.tensor([[-0.05 + 0.25 * middle, middle, last], [-1.45, 0.0, 0.0]])
     torch.testing.assert_close(done["advantages"], expected)
-    torch.testing.assert_close(
-        done["returns"], torch.tensor([[0.45 + 0.25 * middle, 1 + middle, 10.1], [-1.2, 0.0, 0.0]])
-    )
+    torch.testing.assert_close(done["returns"], torch.tensor([[0.45 + 0.25 * middle, 1 + middle, 10.1], [-1.2, 0.0, 0.0]]))
     assert torch.equal(batch["values"][1], torch.tensor([0.25, 8.0, 8.0]))  # what it was given is not changed
 
 
@@ -220,7 +230,9 @@ def test_scores_against_a_loop_of_autograd(lora, target, record_loss):
     for i in range(len(valid["mask"])):
         logprobs, _ = alone(agent, valid, i)
         advantages = valid["advantages"][i][: len(logprobs)]
-        value += logprobs.sum() * advantages[-1] / 6 if target == "seq" else (logprobs * advantages).sum() / valid["mask"].sum()
+        value += (
+            logprobs.sum() * advantages[-1] / 6 if target == "seq" else (logprobs * advantages).sum() / valid["mask"].sum()
+        )
     direction = gradient(value)
     expected = []
     for i in range(6):
@@ -284,7 +296,14 @@ dist.destroy_process_group()
 def test_two_processes_drop_and_learn_what_one_does(tmp_path):
     """One saved round, shared by two processes: of its kept records, an odd number, one process gets more than the other."""
     agent, file = make_agent(True), str(tmp_path / "round.pt")
-    given = {"batch_size": 6, "minibatch_size": 2, "update_epochs": 2, "score_chunk": 2, "filter_percent": 40.0, "filter_of": "all"}
+    given = {
+        "batch_size": 6,
+        "minibatch_size": 2,
+        "update_epochs": 2,
+        "score_chunk": 2,
+        "filter_percent": 40.0,
+        "filter_of": "all",
+    }
     args = rlhf.Args(**given)
     batch = make_round(agent, args)
     raw = {k: x for k, x in batch.items() if k not in ("advantages", "returns", "token_rewards")}
@@ -313,7 +332,9 @@ def test_a_run_of_two_processes(folder, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     flags = f"{flags_of(folder)} --validation-prompts 8 --eval-prompts 4 --save-model"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *flags.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, *flags.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("runs/*")
     assert [step for step, _ in scalars(path)["rlhf/reward"]] == [16, 32] and len(values(path, "eval/reward")) == 3
@@ -333,7 +354,15 @@ def test_a_run_of_each_arm(arm, folder, tmp_path):
     _, done = train(f"{flags_of(folder)} --filter {arm} {more}", tmp_path)
     rows = scalars(done)
     steps = [16, 32]
-    for name in ("rlhf/reward", "rlhf/kl", "rlhf/kl_coef", "rlhf/response_length", "time/rollout", "time/update", "charts/round"):
+    for name in (
+        "rlhf/reward",
+        "rlhf/kl",
+        "rlhf/kl_coef",
+        "rlhf/response_length",
+        "time/rollout",
+        "time/update",
+        "charts/round",
+    ):
         assert [step for step, _ in rows[name]] == steps, name
     assert rows["rlhf/kl"][0][1] == pytest.approx(0, abs=1e-5) and rows["rlhf/kl"][1][1] != 0 or arm == "toy_filters:nothing"
     assert ("influence/negative_fraction" in rows) == (arm != "none")
@@ -367,7 +396,10 @@ def test_the_reward_rises_and_the_text_shows_it(folder, tmp_path):
     inputs = tokenizer(["the film is"] * 100, return_tensors="pt")
     torch.manual_seed(0)
     answers = tokenizer.batch_decode(lm.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=6)[:, 3:])
-    counts = [sum(word in answer.split() for answer in answers for word in words) for words in (["good", "great", "love"], ["awful", "bad"])]
+    counts = [
+        sum(word in answer.split() for answer in answers for word in words)
+        for words in (["good", "great", "love"], ["awful", "bad"])
+    ]
     assert counts[0] > 3 * counts[1]
 
 
@@ -467,5 +499,7 @@ def test_texts_of_rows_and_whole_prompts(folder, tmp_path):
 
 def test_empty_responses_are_counted_and_rewarded(folder, tmp_path):
     """The model ends at once for one in 23 of them, more or less."""
-    _, done = train(f"{flags_of(folder)} --reward-model-name {folder}/classifier --batch-size 64 --total-timesteps 64", tmp_path)
+    _, done = train(
+        f"{flags_of(folder)} --reward-model-name {folder}/classifier --batch-size 64 --total-timesteps 64", tmp_path
+    )
     assert 0 < values(done, "rlhf/empty_responses")[0] < 16 and np.isfinite(values(done, "rlhf/reward")).all()
