@@ -283,7 +283,7 @@ def prepare(folder):
     print(f"building the small language model and classifier of the defaults in {folder}: a few minutes, once", flush=True)
     texts, labels = reviews()
     texts = [text[:250] for text in texts]
-    # Whole words: what so small a model says then consists of words. It reads, but never writes, the unknown one.
+    # Whole words: what so small a model says then consists of words. It reads the unknown one, and hardly ever writes it.
     end, unknown = "<|endoftext|>", "<unk>"
     words = Tokenizer(models.WordLevel(unk_token=unknown))
     words.normalizer = normalizers.Lowercase()
@@ -338,7 +338,7 @@ def prepare(folder):
     train(lm, range(len(texts)), 4e-3)
     lm.save_pretrained(f"{building}/lm")
     classifier = transformers.GPT2ForSequenceClassification.from_pretrained(f"{building}/lm", num_labels=2)
-    train(classifier, range(16_000), 1e-3)
+    train(classifier, range(len(texts))[:16_000], 1e-3)
     classifier.save_pretrained(f"{building}/classifier")
     for name in ("lm", "classifier"):
         tokenizer.save_pretrained(f"{building}/{name}")
@@ -826,6 +826,7 @@ def parse_args():
 if __name__ == "__main__":
     args, checkpoint = parse_args()
     torch.set_num_threads(args.torch_threads)
+    transformers.utils.logging.disable_progress_bar()
     cuda = torch.cuda.is_available() and args.cuda
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if "WORLD_SIZE" in os.environ:
@@ -940,11 +941,12 @@ if __name__ == "__main__":
 
     def stop(message):
         """End the run with one line; the round can be done again from a checkpoint of its beginning."""
+        message = f"round {iteration}: {message}"
         if rank == 0:
             save(f"runs/{run_name}/checkpoint.pt", state())
             writer.close()
-            message = f"round {iteration}: {message}; nothing is lost: --resume runs/{run_name}/checkpoint.pt"
-        sys.exit(message if rank == 0 else 1)
+            message += f"; nothing is lost: --resume runs/{run_name}/checkpoint.pt"
+        sys.exit(message)
 
     def stream(*key, device="cpu"):
         return torch.Generator(device).manual_seed(derive_seed(args.seed, *key))

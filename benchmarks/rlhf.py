@@ -75,11 +75,13 @@ def block(results=RESULTS):
     seconds = {arm: np.mean([np.median(stages(arm, r), 0) for r in runs.values()], 0) for arm, runs in data.items()}
     times = []
     for arm, found in seconds.items():
-        cells = [f"{x:.2f}" for x in (*found, found.sum())]
+        cells = [*found, found.sum()]
+        ratio = found.sum() / seconds["none"].sum() if "none" in seconds else np.nan
+        texts = [f"{x:.2f}" for x in (*cells, ratio)]
         if arm in PAPER:
-            cells = [f"{cell} ({x:.2f})" for cell, x in zip(cells, (*PAPER[arm], sum(PAPER[arm])))]
-        ratio = f"{found.sum() / seconds['none'].sum():.2f}" if "none" in seconds else ""
-        times.append([arm, *cells, ratio + f" ({sum(PAPER[arm]) / sum(PAPER['none']):.2f})" * (arm in PAPER and bool(ratio))])
+            paper = [*PAPER[arm], sum(PAPER[arm]), sum(PAPER[arm]) / sum(PAPER["none"])]
+            texts = [f"{text} ({x:.2f})" for text, x in zip(texts, paper)]
+        times.append([arm, *texts])
     stages_header = ["seconds a round (the paper's, on an A100)", "rollout", "scoring", "update", "all", "to none"]
     return "\n\n".join(
         [

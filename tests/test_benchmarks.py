@@ -16,7 +16,7 @@ import torch
 import tyro
 
 import ppo_iif
-from benchmarks import filters, fixed_reference, metrics, report, run, suites
+from benchmarks import filters, fixed_reference, metrics, report, rlhf, run, suites
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -402,6 +402,26 @@ def test_report_by_hand(results):
     (cost,) = cells(report.block("cost", results), "`python -m benchmarks.run fig6`")
     assert cost == ["5 of 112", "0", "2.5", "2026-12-01 to 2026-12-02", "abc"]
     assert report.block("adam", results) == "Not yet run: `python -m benchmarks.run adam`."
+
+
+def test_report_of_language_models_by_hand(tmp_path):
+    """The standard run's final level is 0.275; its trailing mean gets there in the last of four rounds, of 3 s each, influence's
+    in the first, of 2.5 s."""
+    for arm, rewards, seconds in (("none", [0.1, 0.2, 0.4, 0.4], [1, 0, 2]), ("influence", [0.3, 0.3, 0.5, 0.5], [1, 0.5, 1])):
+        (r,) = suites.runs_of("rlhf", seeds=1, names=(arm,))
+        rows = []
+        for k in range(5):
+            did = [96, 0.25, *seconds] if k < 4 else [""] * 5
+            more = [rewards[k], 1, 20] if k < 4 else [""] * 3
+            rows.append(["rlhf", "reviews", arm, 100, "adam", 101, k, 128 * k, 0.1 * k, 128, *did, k, *more, 0.6])
+        run.save(tmp_path, r, rows, {"run": r.name, "command": r.command})
+    block = rlhf.block(tmp_path)
+    assert cells(block, "influence")[0] == "1|25.0 (32.8 ± 1.5)|20.8 (16.8 ± 1.3)|0.400|0.200|0.600|1.0|25".split("|")
+    assert cells(block, "none")[0][:4] == ["1", "100.0", "100.0", "0.275"]
+    assert cells(block, "influence")[1] == ["1.00 (2.74)", "0.50 (2.15)", "1.00 (40.39)", "2.50 (45.28)", "0.83 (0.51)"]
+    rlhf.draw(tmp_path)
+    assert (tmp_path / "rlhf" / "rlhf.png").stat().st_size > 2000
+    assert rlhf.block(tmp_path / "elsewhere") == "Not yet run: `python -m benchmarks.run rlhf`."
 
 
 def test_stalled_runs_are_counted(tmp_path):

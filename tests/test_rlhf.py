@@ -437,6 +437,21 @@ def test_a_table_of_samples_in_wandb(folder, tmp_path):
     assert [row[3] for row in table["data"]] == [x >= 0 for x in influence]
 
 
+def test_the_small_models_are_built_from_reviews(tmp_path, monkeypatch):
+    texts = [f"The {'best' if i % 2 else 'worst'} film of {1900 + i}, isn't it?" for i in range(64)]
+    monkeypatch.setattr(rlhf, "reviews", lambda: (texts, [i % 2 for i in range(64)]))
+    rlhf.prepare(str(tmp_path / "tiny"))
+    rlhf.prepare(str(tmp_path / "tiny"))  # another run was faster
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    monkeypatch.setattr(rlhf, "TINY", str(tmp_path / "tiny"))
+    _, _, tokenizer = rlhf.make_agent(rlhf.Args(), "cpu")
+    ids, mask = rlhf.tokenize(tokenizer, ["The best film", "why"], [8, 2])
+    assert rlhf.decode(tokenizer, ids, mask) == ["the best film", ""]  # "why" is not among the words
+    assert mask.tolist() == [[False] * 5 + [True] * 3, [False] * 7 + [True]]
+    classify = rlhf.make_classifier("--reward-model-name", "tiny", 1, "cpu", probability=True)
+    assert classify(["the best film", "", "why"]).shape == (3,)
+
+
 # ---- bad input
 
 
