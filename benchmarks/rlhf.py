@@ -100,7 +100,7 @@ def draw(results=RESULTS):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from benchmarks.report import save_small
+    from benchmarks.snapshots import save_small
 
     figure, axes = plt.subplots(1, len(PANELS), figsize=(3.7 * len(PANELS), 3), dpi=90, layout="constrained")
     for ax, (name, title) in zip(axes, PANELS):
