@@ -464,6 +464,7 @@ def test_the_small_models_are_built_from_reviews(tmp_path, monkeypatch):
         ("--reward-model-name {}/lm2", "tokenizer.json is missing"),
         ("--reward-model-name {}/classifier --reward-index 2", "2 classes"),
         ("--dataset-name {}/none.txt", "--dataset-name"),
+        ("--dataset-name nobody/nothing", "--dataset-name nobody/nothing"),
         ("--dataset-name {}/prompts.jsonl --dataset-text text", "--dataset-text"),
         ("--dataset-above toxicity", "--dataset-above"),
         ("--batch-size 81 --total-timesteps 81 --minibatch-size 1", "only 80 texts"),
