@@ -18,6 +18,7 @@ import tyro
 
 from benchmarks import snapshots
 from benchmarks.snapshots import pyplot, save_figure, write_csv
+from iif_core import filter_bottom
 
 ARMS = ("whole round", "filtered", "random")
 COLUMNS = ("run", "env", "seed", "round", "arm", "return", "stderr", "records", "episodes")
@@ -27,6 +28,8 @@ COLUMNS = ("run", "env", "seed", "round", "arm", "return", "stderr", "records", 
 class Args:
     runs: tyro.conf.Positional[tuple[str, ...]]
     """folders of runs; several seeds of one environment share a plot"""
+    percent: float = 100.0
+    """percentage of the records of negative influence to drop, the most negative first; another than 100 has files of its own"""
     episodes: int = 100
     """evaluate each policy over so many episodes"""
     rounds: tuple[int, ...] = ()
@@ -39,26 +42,30 @@ class Args:
     """only draw the pictures, from the CSV in the folder to write to"""
 
 
-def selections(batch, generator):
+def selections(batch, percent, generator):
     """{arm: indices of the records to train on}."""
-    n, kept = len(batch["scores"]), (batch["scores"] >= 0).nonzero().flatten().cpu()
+    n, kept = len(batch["scores"]), filter_bottom(batch["scores"].cpu(), percent)
     random = torch.randperm(n, generator=generator)[: len(kept)].sort().values
     return dict(zip(ARMS, (torch.arange(n), kept, random)))
 
 
-def intervene(run, snapshot, episodes):
+def intervene(run, snapshot, percent, episodes):
     """Rows of one round, one for each arm."""
     args, script = snapshot.args, snapshot.script
     envs = snapshot.eval_envs(episodes)
     generator = torch.Generator().manual_seed(script.derive_seed(args.seed, 5, snapshot.round))
-    for arm, selection in selections(snapshot.batch, generator).items():
+    for arm, selection in selections(snapshot.batch, percent, generator).items():
         agent = snapshot.update(selection)
         returns = script.evaluate(agent, envs, episodes, script.derive_seed(args.seed, 6, snapshot.round))
         stderr = returns.std(ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else float("nan")
         yield (Path(run).name, args.env_id, args.seed, snapshot.round, arm, returns.mean(), stderr, len(selection), episodes)
 
 
-def plot(rows, folder):
+def suffix(percent):
+    return "" if percent == 100 else f"_{percent:g}"
+
+
+def plot(rows, folder, percent):
     """Box plots of the change in return over the runs of an environment, against the round: one picture an environment."""
     plt = pyplot()
     for env in dict.fromkeys(row["env"] for row in rows):
@@ -78,7 +85,7 @@ def plot(rows, folder):
             ax.scatter([x for x, change in zip(at, changes) for _ in change], sum(changes, []), s=8, color=colour, zorder=3)
             median = np.median(sum(changes, []))
             boxes["boxes"][0].set_label(
-                f"{'negative' if arm == ARMS[1] else 'as many random'} records dropped, median {median:+.3g}"
+                f"{f'{percent:g}% of the negative' if arm == ARMS[1] else 'as many random'} records dropped, median {median:+.3g}"
             )
         ax.axhline(0, color="tab:red", ls="--", lw=1)
         ax.set(xlabel="round", ylabel="change in return", title=f"{env}, {len(runs)} run{'s'[: len(runs) > 1]}")
@@ -86,34 +93,36 @@ def plot(rows, folder):
         ax.legend(frameon=False, fontsize=8)
         ax.spines[["top", "right"]].set_visible(False)
         fig.tight_layout()
-        save_figure(fig, folder / f"interventions_{env.rpartition(':')[2].replace('/', '-')}.png")
+        save_figure(fig, folder / f"interventions_{env.rpartition(':')[2].replace('/', '-')}{suffix(percent)}.png")
         plt.close(fig)
 
 
-def table(path):
-    """Markdown, from the CSV: the change in return over the rounds and runs of each environment."""
-    rows = list(csv.DictReader(open(path)))
+def table(folder):
+    """Markdown, from the CSVs in a folder: the change in return over the rounds and runs of each environment."""
     lines = ["| environment | runs | rounds | dropped | median change | mean change of each run | rounds with a gain |"]
     lines += ["|---|--:|--:|---|--:|---|--:|"]
-    for env in dict.fromkeys(row["env"] for row in rows):
-        returns = {(r["seed"], r["round"], r["arm"]): float(r["return"]) for r in rows if r["env"] == env}
-        pairs = list(dict.fromkeys((seed, k) for seed, k, _ in returns))
-        seeds = list(dict.fromkeys(seed for seed, _ in pairs))
-        for arm in ARMS[1:]:
-            change = {(seed, k): returns[seed, k, arm] - returns[seed, k, ARMS[0]] for seed, k in pairs}
-            means = [np.mean([x for (other, _), x in change.items() if other == seed]) for seed in seeds]
-            x = np.array(list(change.values()))
-            lines.append(
-                f"| {env} | {len(seeds)} | {len(pairs)} | {arm} | {np.median(x):+.3g} | {', '.join(f'{m:+.3g}' for m in means)}"
-                f" | {np.mean(x > 0):.0%} |"
-            )
+    for path in sorted(folder.glob("interventions*.csv")):
+        rows = list(csv.DictReader(open(path)))
+        percent = path.stem.partition("_")[2] or "100"
+        for env in dict.fromkeys(row["env"] for row in rows):
+            returns = {(r["seed"], r["round"], r["arm"]): float(r["return"]) for r in rows if r["env"] == env}
+            pairs = list(dict.fromkeys((seed, k) for seed, k, _ in returns))
+            seeds = list(dict.fromkeys(seed for seed, _ in pairs))
+            for arm, label in zip(ARMS[1:], (f"{percent}% of the negative", "as many random")):
+                change = {(seed, k): returns[seed, k, arm] - returns[seed, k, ARMS[0]] for seed, k in pairs}
+                means = [np.mean([x for (other, _), x in change.items() if other == seed]) for seed in seeds]
+                x = np.array(list(change.values()))
+                lines.append(
+                    f"| {env} | {len(seeds)} | {len(pairs)} | {label} | {np.median(x):+.3g}"
+                    f" | {', '.join(f'{m:+.3g}' for m in means)} | {np.mean(x > 0):.0%} |"
+                )
     return "\n".join(lines)
 
 
 def main(args):
     todo = {} if args.plot else {run: snapshots.chosen(run, args.rounds) for run in args.runs}
     folder = Path(args.out) if args.out else Path(args.runs[0]) / "explain"
-    path = folder / "interventions.csv"
+    path = folder / f"interventions{suffix(args.percent)}.csv"
     if args.plot and not path.exists():
         sys.exit(f"--plot: there is no {path}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,18 +132,20 @@ def main(args):
             mine = [r for r in rows if r["run"] == Path(run).name and r["round"] == str(k)]
             if len(mine) == len(ARMS) and {r["episodes"] for r in mine} == {str(args.episodes)}:
                 continue
-            new = list(intervene(run, snapshots.load(run, k, args.any_version), args.episodes))
+            new = list(intervene(run, snapshots.load(run, k, args.any_version), args.percent, args.episodes))
             rows = [r for r in rows if r not in mine] + [{c: str(x) for c, x in zip(COLUMNS, row)} for row in new]
             write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows], quiet=True)
             print(f"{run}, round {k}: " + ", ".join(f"{row[4]} {row[5]:.4g}" for row in new), flush=True)
     print(f"written to {path}")
-    plot(rows, folder)
+    plot(rows, folder, args.percent)
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
     if not args.runs and not (args.plot and args.out):
         sys.exit("which run? give the folder of one or more")
+    if not 0 <= args.percent <= 100:
+        sys.exit(f"--percent must lie in [0, 100], got {args.percent}")
     if args.episodes < 1:
         sys.exit(f"--episodes must be at least 1, got {args.episodes}")
     main(args)

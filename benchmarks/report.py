@@ -443,7 +443,7 @@ BLOCKS = {  # name: (its function, the suite that it shows)
     "throughput": (lambda results: throughput.table(results / "throughput.csv").strip(), None),
     "learning": (lambda results: learning.table(results / "learning"), None),
     "diagnosis": (lambda results: explain.table(results / "explain"), None),
-    "interventions": (lambda results: intervene.table(results / "explain" / "interventions" / "interventions.csv"), None),
+    "interventions": (lambda results: intervene.table(results / "explain" / "interventions"), None),
     "local_check": (lambda results: local_check.table(results / "explain"), None),
 }
 

@@ -268,9 +268,21 @@ def test_interventions_that_cannot_be(lake, tmp_path):
 
 def test_what_is_dropped():
     scores = torch.tensor([1.0, -1.0, 0.0, -2.0, 3.0])
-    chosen = intervene.selections({"scores": scores}, torch.Generator().manual_seed(1))
-    assert chosen["whole round"].tolist() == [0, 1, 2, 3, 4] and chosen["filtered"].tolist() == [0, 2, 4]
-    assert len(set(chosen["random"].tolist())) == 3
+    for percent, filtered in ((100, [0, 2, 4]), (50, [0, 1, 2, 4])):
+        chosen = intervene.selections({"scores": scores}, percent, torch.Generator().manual_seed(1))
+        assert chosen["whole round"].tolist() == [0, 1, 2, 3, 4] and chosen["filtered"].tolist() == filtered
+        assert len(set(chosen["random"].tolist())) == len(filtered)
+
+
+def test_table_of_interventions_by_hand(tmp_path):
+    returns = {("1", 0): (10, 13, 9), ("1", 1): (20, 19, 20), ("2", 0): (0, 4, 1)}  # (seed, round): those of the three policies
+    lines = ["run,env,seed,round,arm,return,stderr,records,episodes"]
+    for (seed, k), values in returns.items():
+        lines += [f"r{seed},Lake-v1,{seed},{k},{arm},{x},1,8,20" for arm, x in zip(intervene.ARMS, values)]
+    (tmp_path / "interventions_12.5.csv").write_text("\n".join(lines))
+    *_, filtered, random = intervene.table(tmp_path).splitlines()
+    assert filtered == "| Lake-v1 | 2 | 3 | 12.5% of the negative | +3 | +1, +4 | 67% |"
+    assert random == "| Lake-v1 | 2 | 3 | as many random | +0 | -0.5, +1 | 33% |"
 
 
 # ---- the scores against what they predict
