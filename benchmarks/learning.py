@@ -44,6 +44,7 @@ RUNS = {  # figure: (script, arguments, {label of a curve: its arguments}, seeds
     "Pong": ("ppo_iif_atari", "--total-timesteps 1000000 --save-every 100", ARMS, (101,)),
 }
 COLUMNS = "figure label seed round global_step eval_return training_return episodes records_kept seconds".split()
+LOSSES = ("approx_kl", "clipfrac", "entropy")  # further columns, of which older files have none
 
 
 @dataclass
@@ -90,20 +91,22 @@ def write_csv(folder, figure, label, seed):
     ends = [step for step, _ in scalars["charts/round"]]
     evaluations = dict(scalars.get("eval/episodic_return", ()))
     kept = dict(scalars.get("influence/records_kept", ()))
+    losses = [dict(scalars[f"losses/{name}"]) for name in LOSSES]
     seconds = {step: 0.0 for step in ends}
     for stage in ("rollout", "scoring", "update"):
         for step, value in scalars[f"time/{stage}"]:
             seconds[step] += value
     with open(RESULTS / f"{name_of(figure, label, seed)}.csv", "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        writer.writerow([*COLUMNS, *LOSSES])
         for k, (begin, end) in enumerate(zip([0, *ends], ends)):
             returns = [value for step, value in scalars["charts/episodic_return"] if begin < step <= end]
             row = [evaluations.get(begin), np.mean(returns) if returns else None, len(returns), kept.get(end, end - begin)]
             row = [f"{x:.6g}" if isinstance(x, float) else x for x in row]
-            writer.writerow([figure, label, seed, k, begin, *row, f"{seconds[end]:.4f}"])
+            did = [f"{column[end]:.4g}" if end in column else None for column in losses]
+            writer.writerow([figure, label, seed, k, begin, *row, f"{seconds[end]:.4f}", *did])
         if end in evaluations:  # of the policy after the last round
-            writer.writerow([figure, label, seed, k + 1, end, f"{evaluations[end]:.6g}", None, 0, None, None])
+            writer.writerow([figure, label, seed, k + 1, end, f"{evaluations[end]:.6g}", None, 0, *[None] * 5])
 
 
 def plot(figure):
@@ -137,8 +140,10 @@ def plot(figure):
 
 
 def table(folder=RESULTS):
-    """Mean return of the last hundred training episodes of each run, CleanRL's measure (here up to whole rounds), as Markdown."""
-    lines = ["| figure | curve | seed | steps | last 100 training episodes |", "|---|---|---|---|---|"]
+    """Mean return of the last hundred training episodes of each run, CleanRL's measure (here up to whole rounds), and means
+    over all rounds of how far the policy moved in an update and of its entropy, as Markdown."""
+    lines = ["| figure | curve | seed | steps | last 100 training episodes | approx_kl | clipfrac | entropy |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
     for figure, (_, _, labels, _) in RUNS.items():
         for label in labels:
             for path in sorted(folder.glob(f"{name_of(figure, label, '*')}.csv")):
@@ -149,7 +154,11 @@ def table(folder=RESULTS):
                         total += float(row["training_return"]) * int(row["episodes"])
                         episodes += int(row["episodes"])
                 steps = int(rows[-1]["global_step"]) + int(rows[1]["global_step"])
-                lines.append(f"| {figure} | {label} | {rows[0]['seed']} | {steps} | {total / episodes:.2f} |")
+                means = [
+                    np.mean([float(row[name]) for row in rows if row[name]]) if name in rows[0] else None for name in LOSSES
+                ]
+                cells = [f"{total / episodes:.2f}", *("" if x is None else f"{x:.3g}" for x in means)]
+                lines.append("| " + " | ".join(map(str, [figure, label, rows[0]["seed"], steps, *cells])) + " |")
     return "\n".join(lines)
 
 

@@ -275,7 +275,11 @@ def test_what_is_dropped():
 
 
 def test_table_of_interventions_by_hand(tmp_path):
-    returns = {("1", 0): (10, 13, 9), ("1", 1): (20, 19, 20), ("2", 0): (0, 4, 1)}  # (seed, round): those of the three policies
+    returns = {
+        ("1", 0): (10, 13, 9),
+        ("1", 1): (20, 19, 20),
+        ("2", 0): (0, 4, 1),
+    }  # (seed, round): those of the three policies
     lines = ["run,env,seed,round,arm,return,stderr,records,episodes"]
     for (seed, k), values in returns.items():
         lines += [f"r{seed},Lake-v1,{seed},{k},{arm},{x},1,8,20" for arm, x in zip(intervene.ARMS, values)]
