@@ -21,7 +21,7 @@ from benchmarks.snapshots import pyplot, save_figure, write_csv
 from iif_core import filter_bottom
 
 ARMS = ("whole round", "filtered", "random")
-COLUMNS = ("run", "env", "seed", "round", "arm", "return", "stderr", "records", "episodes")
+COLUMNS = ("run", "env", "seed", "round", "arm", "return", "stderr", "records", "episodes", "kl")
 
 
 @dataclass
@@ -49,6 +49,13 @@ def selections(batch, percent, generator):
     return dict(zip(ARMS, (torch.arange(n), kept, random)))
 
 
+@torch.no_grad()
+def divergence(snapshot, agent):
+    """Mean KL divergence of the policy after the update from theta(k), estimated as CleanRL's approx_kl, over the round."""
+    logratio = agent.get_logprob(snapshot.batch["obs"], snapshot.batch["actions"]) - snapshot.batch["logprobs"]
+    return (logratio.exp() - 1 - logratio).mean().item()
+
+
 def intervene(run, snapshot, percent, episodes):
     """Rows of one round, one for each arm."""
     args, script = snapshot.args, snapshot.script
@@ -58,7 +65,8 @@ def intervene(run, snapshot, percent, episodes):
         agent = snapshot.update(selection)
         returns = script.evaluate(agent, envs, episodes, script.derive_seed(args.seed, 6, snapshot.round))
         stderr = returns.std(ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else float("nan")
-        yield (Path(run).name, args.env_id, args.seed, snapshot.round, arm, returns.mean(), stderr, len(selection), episodes)
+        row = (Path(run).name, args.env_id, args.seed, snapshot.round, arm, returns.mean(), stderr, len(selection), episodes)
+        yield (*row, divergence(snapshot, agent))
 
 
 def suffix(percent):
@@ -99,8 +107,10 @@ def plot(rows, folder, percent):
 
 def table(folder):
     """Markdown, from the CSVs in a folder: the change in return over the rounds and runs of each environment."""
-    lines = ["| environment | runs | rounds | dropped | median change | mean change of each run | rounds with a gain |"]
-    lines += ["|---|--:|--:|---|--:|---|--:|"]
+    lines = [
+        "| environment | runs | rounds | dropped | median change | mean change of each run | rounds with a gain | median KL from theta(k), of the whole round |"
+    ]
+    lines += ["|---|--:|--:|---|--:|---|--:|--:|"]
     for path in sorted(folder.glob("interventions*.csv")):
         rows = list(csv.DictReader(open(path)))
         percent = path.stem.partition("_")[2] or "100"
@@ -112,9 +122,10 @@ def table(folder):
                 change = {(seed, k): returns[seed, k, arm] - returns[seed, k, ARMS[0]] for seed, k in pairs}
                 means = [np.mean([x for (other, _), x in change.items() if other == seed]) for seed in seeds]
                 x = np.array(list(change.values()))
+                kl = [np.median([float(r["kl"]) for r in rows if (r["env"], r["arm"]) == (env, a)]) for a in (arm, ARMS[0])]
                 lines.append(
                     f"| {env} | {len(seeds)} | {len(pairs)} | {label} | {np.median(x):+.3g}"
-                    f" | {', '.join(f'{m:+.3g}' for m in means)} | {np.mean(x > 0):.0%} |"
+                    f" | {', '.join(f'{m:+.3g}' for m in means)} | {np.mean(x > 0):.0%} | {kl[0]:.2g}, {kl[1]:.2g} |"
                 )
     return "\n".join(lines)
 

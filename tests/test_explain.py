@@ -251,6 +251,12 @@ def test_intervene(lake, tmp_path, capsys):
     seed = snapshot.script.derive_seed(snapshot.args.seed, 6, 3)
     returns = snapshot.script.evaluate(agent, snapshot.eval_envs(20), 20, seed)
     assert float(rows[3]["return"]) == pytest.approx(returns.mean())
+    with torch.no_grad():
+        new = agent.actor(snapshot.batch["obs"]).log_softmax(1)
+        old = snapshot.agent().actor(snapshot.batch["obs"]).log_softmax(1)
+    assert float(rows[3]["kl"]) == pytest.approx(
+        (old.exp() * (old - new)).sum(1).mean().item(), rel=0.3
+    )  # exactly, and by a sample
     assert (tmp_path / "interventions_FrozenLake-v1.png").exists()
     before = (tmp_path / "interventions.csv").read_text()
     with pytest.MonkeyPatch.context() as patch:
@@ -280,13 +286,13 @@ def test_table_of_interventions_by_hand(tmp_path):
         ("1", 1): (20, 19, 20),
         ("2", 0): (0, 4, 1),
     }  # (seed, round): those of the three policies
-    lines = ["run,env,seed,round,arm,return,stderr,records,episodes"]
+    lines = ["run,env,seed,round,arm,return,stderr,records,episodes,kl"]
     for (seed, k), values in returns.items():
-        lines += [f"r{seed},Lake-v1,{seed},{k},{arm},{x},1,8,20" for arm, x in zip(intervene.ARMS, values)]
+        lines += [f"r{seed},Lake-v1,{seed},{k},{arm},{x},1,8,20,{x / 100}" for arm, x in zip(intervene.ARMS, values)]
     (tmp_path / "interventions_12.5.csv").write_text("\n".join(lines))
     *_, filtered, random = intervene.table(tmp_path).splitlines()
-    assert filtered == "| Lake-v1 | 2 | 3 | 12.5% of the negative | +3 | +1, +4 | 67% |"
-    assert random == "| Lake-v1 | 2 | 3 | as many random | +0 | -0.5, +1 | 33% |"
+    assert filtered == "| Lake-v1 | 2 | 3 | 12.5% of the negative | +3 | +1, +4 | 67% | 0.13, 0.1 |"
+    assert random == "| Lake-v1 | 2 | 3 | as many random | +0 | -0.5, +1 | 33% | 0.09, 0.1 |"
 
 
 # ---- the scores against what they predict
