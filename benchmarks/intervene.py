@@ -1,10 +1,11 @@
 """What dropping records in one round alone would have done: `python -m benchmarks.intervene RUN [RUN ...]`.
 
-For each saved round of each run (`--snapshot-rounds`), three policies are trained from theta(k) with the script's own update,
-the optimizer's state and the stream of shuffles that the round had: on the whole round, without the records of negative
-influence, and without as many random ones. Each is evaluated over the same seeds. Writes one row a policy (CSV,
-RUN/explain/interventions.csv; rounds that are in it are not done again) and box plots, over runs, of the change in return
-against the whole round: the paper's section 4.3, figures 5 and 11.
+For each saved round of each run (`--snapshot-rounds`), policies are trained from theta(k) with the script's own update, the
+optimizer's state and the stream of shuffles that the round had: on the whole round, without the records of negative influence,
+without as many random ones, and (not in the paper) on the whole round with the learning rate at which the policy moves as far
+as without the negative ones: filtering also makes larger steps, and this tells the two apart. Each is evaluated over the same
+seeds. Writes one row a policy (CSV, RUN/explain/interventions.csv; rounds that are in it are not done again) and box plots, over
+runs, of the change in return against the whole round: the paper's section 4.3, figures 5 and 11.
 """
 
 import csv
@@ -20,8 +21,9 @@ from benchmarks import snapshots
 from benchmarks.snapshots import pyplot, save_figure, write_csv
 from iif_core import filter_bottom
 
-ARMS = ("whole round", "filtered", "random")
-COLUMNS = ("run", "env", "seed", "round", "arm", "return", "stderr", "records", "episodes", "kl")
+ARMS = ("whole round", "filtered", "random", "as far")
+COLOURS = ("", "tab:blue", "tab:gray", "tab:orange")
+COLUMNS = ("run", "env", "seed", "round", "arm", "return", "stderr", "records", "episodes", "kl", "lr_factor")
 
 
 @dataclass
@@ -46,7 +48,7 @@ def selections(batch, percent, generator):
     """{arm: indices of the records to train on}."""
     n, kept = len(batch["scores"]), filter_bottom(batch["scores"].cpu(), percent)
     random = torch.randperm(n, generator=generator)[: len(kept)].sort().values
-    return dict(zip(ARMS, (torch.arange(n), kept, random)))
+    return dict(zip(ARMS, (torch.arange(n), kept, random, torch.arange(n))))
 
 
 @torch.no_grad()
@@ -56,17 +58,38 @@ def divergence(snapshot, agent):
     return (logratio.exp() - 1 - logratio).mean().item()
 
 
+def as_far(snapshot, selection, kl):
+    """The factor of the learning rate with which the update over `selection` ends at the divergence `kl`, up to a tenth of it
+    (bisection of its logarithm between 1/64 and 64), and the agent."""
+    low, high = -6.0, 6.0
+    while True:
+        factor = 2 ** ((low + high) / 2)
+        agent = snapshot.update(selection, lr_factor=factor)
+        reached = divergence(snapshot, agent)
+        if abs(reached - kl) <= 0.1 * kl or high - low < 0.01:
+            return factor, agent
+        low, high = ((low + high) / 2, high) if reached < kl else (low, (low + high) / 2)
+
+
 def intervene(run, snapshot, percent, episodes):
     """Rows of one round, one for each arm."""
     args, script = snapshot.args, snapshot.script
     envs = snapshot.eval_envs(episodes)
-    generator = torch.Generator().manual_seed(script.derive_seed(args.seed, 5, snapshot.round))
+    generator, kl = torch.Generator().manual_seed(script.derive_seed(args.seed, 5, snapshot.round)), {}
     for arm, selection in selections(snapshot.batch, percent, generator).items():
-        agent = snapshot.update(selection)
+        factor, agent = as_far(snapshot, selection, kl["filtered"]) if arm == "as far" else (1.0, snapshot.update(selection))
+        kl[arm] = divergence(snapshot, agent)
         returns = script.evaluate(agent, envs, episodes, script.derive_seed(args.seed, 6, snapshot.round))
         stderr = returns.std(ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else float("nan")
         row = (Path(run).name, args.env_id, args.seed, snapshot.round, arm, returns.mean(), stderr, len(selection), episodes)
-        yield (*row, divergence(snapshot, agent))
+        yield (*row, kl[arm], factor)
+
+
+def labels(percent):
+    """{arm: what it is, beside the whole round}."""
+    return dict(
+        zip(ARMS[1:], (f"{percent:g}% of the negative dropped", "as many random dropped", "none dropped, moved as far"))
+    )
 
 
 def suffix(percent):
@@ -79,9 +102,9 @@ def plot(rows, folder, percent):
     for env in dict.fromkeys(row["env"] for row in rows):
         returns = {(r["run"], int(r["round"]), r["arm"]): float(r["return"]) for r in rows if r["env"] == env}
         runs, ks = sorted({run for run, _, _ in returns}), sorted({k for _, k, _ in returns})
-        width = 0.35 * min(np.diff(ks), default=1)
+        width = 0.27 * min(np.diff(ks), default=1)
         fig, ax = plt.subplots(figsize=(max(5, 0.45 * len(ks) + 2), 3.4), dpi=110)
-        for arm, colour, side in ((ARMS[1], "tab:blue", -0.5), (ARMS[2], "tab:gray", 0.5)):
+        for (arm, label), colour, side in zip(labels(percent).items(), COLOURS[1:], (-1, 0, 1)):
             changes = [
                 [returns[run, k, arm] - returns[run, k, ARMS[0]] for run in runs if (run, k, arm) in returns] for k in ks
             ]
@@ -92,9 +115,7 @@ def plot(rows, folder, percent):
             )
             ax.scatter([x for x, change in zip(at, changes) for _ in change], sum(changes, []), s=8, color=colour, zorder=3)
             median = np.median(sum(changes, []))
-            boxes["boxes"][0].set_label(
-                f"{f'{percent:g}% of the negative' if arm == ARMS[1] else 'as many random'} records dropped, median {median:+.3g}"
-            )
+            boxes["boxes"][0].set_label(f"{label}, median {median:+.3g}")
         ax.axhline(0, color="tab:red", ls="--", lw=1)
         ax.set(xlabel="round", ylabel="change in return", title=f"{env}, {len(runs)} run{'s'[: len(runs) > 1]}")
         ax.xaxis.get_major_locator().set_params(integer=True)
@@ -108,24 +129,26 @@ def plot(rows, folder, percent):
 def table(folder):
     """Markdown, from the CSVs in a folder: the change in return over the rounds and runs of each environment."""
     lines = [
-        "| environment | runs | rounds | dropped | median change | mean change of each run | rounds with a gain | median KL from theta(k), of the whole round |"
+        "| environment | runs | rounds | update | median change | mean change of each run | rounds with a gain | median KL |"
     ]
     lines += ["|---|--:|--:|---|--:|---|--:|--:|"]
     for path in sorted(folder.glob("interventions*.csv")):
         rows = list(csv.DictReader(open(path)))
-        percent = path.stem.partition("_")[2] or "100"
+        percent = float(path.stem.partition("_")[2] or 100)
         for env in dict.fromkeys(row["env"] for row in rows):
             returns = {(r["seed"], r["round"], r["arm"]): float(r["return"]) for r in rows if r["env"] == env}
             pairs = list(dict.fromkeys((seed, k) for seed, k, _ in returns))
             seeds = list(dict.fromkeys(seed for seed, _ in pairs))
-            for arm, label in zip(ARMS[1:], (f"{percent}% of the negative", "as many random")):
+            whole = np.median([float(r["kl"]) for r in rows if (r["env"], r["arm"]) == (env, ARMS[0])])
+            lines.append(f"| {env} | {len(seeds)} | {len(pairs)} | whole round | | | | {whole:.2g} |")
+            for arm, label in labels(percent).items():
                 change = {(seed, k): returns[seed, k, arm] - returns[seed, k, ARMS[0]] for seed, k in pairs}
                 means = [np.mean([x for (other, _), x in change.items() if other == seed]) for seed in seeds]
                 x = np.array(list(change.values()))
-                kl = [np.median([float(r["kl"]) for r in rows if (r["env"], r["arm"]) == (env, a)]) for a in (arm, ARMS[0])]
+                kl = np.median([float(r["kl"]) for r in rows if (r["env"], r["arm"]) == (env, arm)])
                 lines.append(
                     f"| {env} | {len(seeds)} | {len(pairs)} | {label} | {np.median(x):+.3g}"
-                    f" | {', '.join(f'{m:+.3g}' for m in means)} | {np.mean(x > 0):.0%} | {kl[0]:.2g}, {kl[1]:.2g} |"
+                    f" | {', '.join(f'{m:+.3g}' for m in means)} | {np.mean(x > 0):.0%} | {kl:.2g} |"
                 )
     return "\n".join(lines)
 

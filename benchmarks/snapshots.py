@@ -65,12 +65,14 @@ class Snapshot:
             self.script.freeze_statistics(envs, self.envs.envs)
         return envs
 
-    def update(self, selection, on_step=None):
+    def update(self, selection, on_step=None, lr_factor=1.0):
         """The script's own update from theta(k), over the records of `selection`. Returns the agent at its end.
 
-        on_step(agent, inds) is called before each optimizer step, with the records of its minibatch.
+        lr_factor: what the round's learning rate is multiplied by. on_step(agent, inds) is called before each optimizer step, with the records of its minibatch.
         """
         agent, optimizer, generator = self.start()
+        for group in optimizer.param_groups:
+            group["lr"] *= lr_factor
         queue, minibatches = deque(), self.script.minibatches
 
         def noted(*args):

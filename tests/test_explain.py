@@ -244,19 +244,25 @@ def test_intervene(lake, tmp_path, capsys):
     assert [(row["round"], row["arm"]) for row in rows] == [(k, arm) for k in "23" for arm in intervene.ARMS]
     snapshot = snapshots.load(lake, 3)
     negative = int((snapshot.batch["scores"] < 0).sum())
-    assert 0 < negative < 512 and [int(row["records"]) for row in rows[3:]] == [512, 512 - negative, 512 - negative]
-    # the policy after the whole round, on the seeds that the three share
+    whole, filtered, random, far = rows[4:]
+    assert 0 < negative < 512 and [int(row["records"]) for row in rows[4:]] == [512, 512 - negative, 512 - negative, 512]
+    # the policy after the whole round, on the seeds that all share
     agent, optimizer, generator = snapshot.start()
     snapshot.script.update(agent, optimizer, snapshot.batch, torch.arange(512), snapshot.args, generator)
     seed = snapshot.script.derive_seed(snapshot.args.seed, 6, 3)
     returns = snapshot.script.evaluate(agent, snapshot.eval_envs(20), 20, seed)
-    assert float(rows[3]["return"]) == pytest.approx(returns.mean())
+    assert float(whole["return"]) == pytest.approx(returns.mean())
     with torch.no_grad():
         new = agent.actor(snapshot.batch["obs"]).log_softmax(1)
         old = snapshot.agent().actor(snapshot.batch["obs"]).log_softmax(1)
-    assert float(rows[3]["kl"]) == pytest.approx(
-        (old.exp() * (old - new)).sum(1).mean().item(), rel=0.3
-    )  # exactly, and by a sample
+    exact = (old.exp() * (old - new)).sum(1).mean().item()  # the command has an estimate from the actions taken
+    assert float(whole["kl"]) == pytest.approx(exact, rel=0.3)
+    # the whole round with another learning rate, which goes as far as the filtered one
+    assert float(far["kl"]) == pytest.approx(float(filtered["kl"]), rel=0.11) != pytest.approx(float(whole["kl"]), rel=0.2)
+    agent, optimizer, generator = snapshot.start()
+    optimizer.param_groups[0]["lr"] *= float(far["lr_factor"])
+    snapshot.script.update(agent, optimizer, snapshot.batch, torch.arange(512), snapshot.args, generator)
+    assert intervene.divergence(snapshot, agent) == pytest.approx(float(far["kl"]), rel=1e-3)
     assert (tmp_path / "interventions_FrozenLake-v1.png").exists()
     before = (tmp_path / "interventions.csv").read_text()
     with pytest.MonkeyPatch.context() as patch:
@@ -281,18 +287,17 @@ def test_what_is_dropped():
 
 
 def test_table_of_interventions_by_hand(tmp_path):
-    returns = {
-        ("1", 0): (10, 13, 9),
-        ("1", 1): (20, 19, 20),
-        ("2", 0): (0, 4, 1),
-    }  # (seed, round): those of the three policies
-    lines = ["run,env,seed,round,arm,return,stderr,records,episodes,kl"]
+    returns = {("1", 0): (10, 13, 9, 10), ("1", 1): (20, 19, 20, 26), ("2", 0): (0, 4, 1, 2)}  # (seed, round): of the policies
+    lines = ["run,env,seed,round,arm,return,stderr,records,episodes,kl,lr_factor"]
     for (seed, k), values in returns.items():
-        lines += [f"r{seed},Lake-v1,{seed},{k},{arm},{x},1,8,20,{x / 100}" for arm, x in zip(intervene.ARMS, values)]
+        lines += [f"r{seed},Lake-v1,{seed},{k},{arm},{x},1,8,20,{x / 100},1" for arm, x in zip(intervene.ARMS, values)]
     (tmp_path / "interventions_12.5.csv").write_text("\n".join(lines))
-    *_, filtered, random = intervene.table(tmp_path).splitlines()
-    assert filtered == "| Lake-v1 | 2 | 3 | 12.5% of the negative | +3 | +1, +4 | 67% | 0.13, 0.1 |"
-    assert random == "| Lake-v1 | 2 | 3 | as many random | +0 | -0.5, +1 | 33% | 0.09, 0.1 |"
+    assert intervene.table(tmp_path).splitlines()[2:] == [
+        "| Lake-v1 | 2 | 3 | whole round | | | | 0.1 |",
+        "| Lake-v1 | 2 | 3 | 12.5% of the negative dropped | +3 | +1, +4 | 67% | 0.13 |",
+        "| Lake-v1 | 2 | 3 | as many random dropped | +0 | -0.5, +1 | 33% | 0.09 |",
+        "| Lake-v1 | 2 | 3 | none dropped, moved as far | +2 | +3, +2 | 67% | 0.1 |",
+    ]
 
 
 # ---- the scores against what they predict
