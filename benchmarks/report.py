@@ -398,6 +398,12 @@ def other_filters(results):
     )
 
 
+def learning_rate(results):
+    data = load(results, "learning_rate")
+    parts = [picture("learning_rate", "Influence and none at three learning rates"), f"*{BANDS}*"]
+    return "\n\n".join([*parts, returns_table(data, {})])
+
+
 def minigrid_scale(results):
     data = load(results, "minigrid_scale")
     parts = [picture("minigrid_scale", "MiniGrid with symbols divided by 10"), f"*{BANDS}*"]
@@ -436,6 +442,7 @@ BLOCKS = {  # name: (its function, the suite that it shows)
     "percent": (percent, "percent"),
     "runtime": (runtime, "fig6"),
     "filters": (other_filters, "filters"),
+    "learning_rate": (learning_rate, "learning_rate"),
     "minigrid_scale": (minigrid_scale, "minigrid_scale"),
     "fixed_reference": (fixed_reference.block, None),
     "rlhf": (rlhf.block, None),

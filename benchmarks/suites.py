@@ -110,6 +110,19 @@ def percents(environment):
     return entry(environment, "none", "random", own=sweep)
 
 
+def steps(environment):
+    """Plain PPO and influence with larger learning rates: what is left of the difference once both may take large steps?"""
+    percent = ENVIRONMENTS[environment][3]
+    return entry(
+        environment,
+        own={
+            f"{name}, lr x {factor}": f"{arms(percent, name)[name]} --learning-rate {0.005 * factor:g}"
+            for name in ("influence", "none")
+            for factor in (1, 4, 16)
+        },
+    )
+
+
 def rules(environment, *names):
     """The filters of the paper's appendices B.4 and B.5, in benchmarks/filters.py, at the percent of influence."""
     suffix = f"{ENVIRONMENTS[environment][3]:g}".replace(".", "_")
@@ -156,6 +169,8 @@ SUITES = {
         rules("MiniGrid", "H1", "H2"),
         rules("LunarLander", "TD error"),
     ],
+    # Not in the paper: a filtered round also moves the policy further
+    "learning_rate": [steps(name) for name in ("FrozenLake", "Acrobot", "MiniGrid", "LunarLander")],
     # MiniGrid's symbols divided by 10, not by 255
     "minigrid_scale": [entry("MiniGrid", "influence", "none", extra="--obs-scale 10")],
     # Figures 7 and 16, Table 6
