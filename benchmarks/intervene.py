@@ -60,15 +60,17 @@ def divergence(snapshot, agent):
 
 def as_far(snapshot, selection, kl):
     """The factor of the learning rate with which the update over `selection` ends at the divergence `kl`, up to a tenth of it
-    (bisection of its logarithm between 1/64 and 64), and the agent."""
+    (bisection of its logarithm between 1/64 and 64), and the agent. None for both where there is none: PPO's clipping can
+    hold the policy back at any learning rate, until it jumps."""
     low, high = -6.0, 6.0
-    while True:
+    while high - low > 0.01:
         factor = 2 ** ((low + high) / 2)
         agent = snapshot.update(selection, lr_factor=factor)
         reached = divergence(snapshot, agent)
-        if abs(reached - kl) <= 0.1 * kl or high - low < 0.01:
+        if abs(reached - kl) <= 0.1 * kl:
             return factor, agent
         low, high = ((low + high) / 2, high) if reached < kl else (low, (low + high) / 2)
+    return None, None
 
 
 def intervene(run, snapshot, percent, episodes):
@@ -78,6 +80,9 @@ def intervene(run, snapshot, percent, episodes):
     generator, kl = torch.Generator().manual_seed(script.derive_seed(args.seed, 5, snapshot.round)), {}
     for arm, selection in selections(snapshot.batch, percent, generator).items():
         factor, agent = as_far(snapshot, selection, kl["filtered"]) if arm == "as far" else (1.0, snapshot.update(selection))
+        if agent is None:
+            yield (Path(run).name, args.env_id, args.seed, snapshot.round, arm, "", "", len(selection), episodes, "", "")
+            continue
         kl[arm] = divergence(snapshot, agent)
         returns = script.evaluate(agent, envs, episodes, script.derive_seed(args.seed, 6, snapshot.round))
         stderr = returns.std(ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else float("nan")
@@ -100,7 +105,7 @@ def plot(rows, folder, percent):
     """Box plots of the change in return over the runs of an environment, against the round: one picture an environment."""
     plt = pyplot()
     for env in dict.fromkeys(row["env"] for row in rows):
-        returns = {(r["run"], int(r["round"]), r["arm"]): float(r["return"]) for r in rows if r["env"] == env}
+        returns = {(r["run"], int(r["round"]), r["arm"]): float(r["return"]) for r in rows if r["env"] == env and r["return"]}
         runs, ks = sorted({run for run, _, _ in returns}), sorted({k for _, k, _ in returns})
         width = 0.27 * min(np.diff(ks), default=1)
         fig, ax = plt.subplots(figsize=(max(5, 0.45 * len(ks) + 2), 3.4), dpi=110)
@@ -114,8 +119,8 @@ def plot(rows, folder, percent):
                 changes, positions=at, widths=0.8 * width, patch_artist=True, showfliers=False, manage_ticks=False, **style
             )
             ax.scatter([x for x, change in zip(at, changes) for _ in change], sum(changes, []), s=8, color=colour, zorder=3)
-            median = np.median(sum(changes, []))
-            boxes["boxes"][0].set_label(f"{label}, median {median:+.3g}")
+            median = f"median {np.median(sum(changes, [])):+.3g}" if any(changes) else "never"
+            boxes["boxes"][0].set_label(f"{label}, {median}")
         ax.axhline(0, color="tab:red", ls="--", lw=1)
         ax.set(xlabel="round", ylabel="change in return", title=f"{env}, {len(runs)} run{'s'[: len(runs) > 1]}")
         ax.xaxis.get_major_locator().set_params(integer=True)
@@ -129,27 +134,29 @@ def plot(rows, folder, percent):
 def table(folder):
     """Markdown, from the CSVs in a folder: the change in return over the rounds and runs of each environment."""
     lines = [
-        "| environment | runs | rounds | update | median change | mean change of each run | rounds with a gain | median KL |"
+        "| environment | runs | update | rounds | median change | mean change of each run | rounds with a gain | median KL |"
     ]
-    lines += ["|---|--:|--:|---|--:|---|--:|--:|"]
+    lines += ["|---|--:|---|--:|--:|---|--:|--:|"]
     for path in sorted(folder.glob("interventions*.csv")):
-        rows = list(csv.DictReader(open(path)))
-        percent = float(path.stem.partition("_")[2] or 100)
+        rows = [row for row in csv.DictReader(open(path)) if row["return"]]
+        names = labels(float(path.stem.partition("_")[2] or 100))
+        whole, filtered, _, far = ARMS
+        comparisons = [(names[arm], arm, whole) for arm in names]
+        comparisons.append((f"{names[filtered]}, minus {names[far]}", filtered, far))
         for env in dict.fromkeys(row["env"] for row in rows):
-            returns = {(r["seed"], r["round"], r["arm"]): float(r["return"]) for r in rows if r["env"] == env}
-            pairs = list(dict.fromkeys((seed, k) for seed, k, _ in returns))
-            seeds = list(dict.fromkeys(seed for seed, _ in pairs))
-            whole = np.median([float(r["kl"]) for r in rows if (r["env"], r["arm"]) == (env, ARMS[0])])
-            lines.append(f"| {env} | {len(seeds)} | {len(pairs)} | whole round | | | | {whole:.2g} |")
-            for arm, label in labels(percent).items():
-                change = {(seed, k): returns[seed, k, arm] - returns[seed, k, ARMS[0]] for seed, k in pairs}
-                means = [np.mean([x for (other, _), x in change.items() if other == seed]) for seed in seeds]
-                x = np.array(list(change.values()))
-                kl = np.median([float(r["kl"]) for r in rows if (r["env"], r["arm"]) == (env, arm)])
-                lines.append(
-                    f"| {env} | {len(seeds)} | {len(pairs)} | {label} | {np.median(x):+.3g}"
-                    f" | {', '.join(f'{m:+.3g}' for m in means)} | {np.mean(x > 0):.0%} | {kl:.2g} |"
-                )
+            arms = {arm: {(r["seed"], r["round"]): r for r in rows if (r["env"], r["arm"]) == (env, arm)} for arm in ARMS}
+            kl = {arm: f"{np.median([float(r['kl']) for r in arms[arm].values()]):.2g}" for arm in ARMS if arms[arm]}
+            seeds = sorted({seed for seed, _ in arms[whole]})
+            lines.append(f"| {env} | {len(seeds)} | whole round | {len(arms[whole])} | | | | {kl[whole]} |")
+            for label, arm, base in comparisons:
+                both = [key for key in arms[arm] if key in arms[base]]
+                change = {key: float(arms[arm][key]["return"]) - float(arms[base][key]["return"]) for key in both}
+                if change:
+                    means = [f"{np.mean(x):+.3g}" if (x := [change[k] for k in both if k[0] == s]) else "" for s in seeds]
+                    x = np.array(list(change.values()))
+                    cells = [len(x), f"{np.median(x):+.3g}", ", ".join(means), f"{np.mean(x > 0):.0%}"]
+                    cells.append(kl[arm] if base == whole else "")
+                    lines.append("| " + " | ".join(map(str, [env, len(seeds), label, *cells])) + " |")
     return "\n".join(lines)
 
 
@@ -169,7 +176,7 @@ def main(args):
             new = list(intervene(run, snapshots.load(run, k, args.any_version), args.percent, args.episodes))
             rows = [r for r in rows if r not in mine] + [{c: str(x) for c, x in zip(COLUMNS, row)} for row in new]
             write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows], quiet=True)
-            print(f"{run}, round {k}: " + ", ".join(f"{row[4]} {row[5]:.4g}" for row in new), flush=True)
+            print(f"{run}, round {k}: " + ", ".join(f"{row[4]} {row[5]}" for row in new), flush=True)
     print(f"written to {path}")
     plot(rows, folder, args.percent)
 

@@ -287,17 +287,25 @@ def test_what_is_dropped():
 
 
 def test_table_of_interventions_by_hand(tmp_path):
-    returns = {("1", 0): (10, 13, 9, 10), ("1", 1): (20, 19, 20, 26), ("2", 0): (0, 4, 1, 2)}  # (seed, round): of the policies
+    # (seed, round): of the four policies, of which the last need not be there
+    returns = {("1", 0): (10, 13, 9, 11), ("1", 1): (20, 19, 20, 26), ("2", 0): (0, 4, 1, None)}
     lines = ["run,env,seed,round,arm,return,stderr,records,episodes,kl,lr_factor"]
     for (seed, k), values in returns.items():
-        lines += [f"r{seed},Lake-v1,{seed},{k},{arm},{x},1,8,20,{x / 100},1" for arm, x in zip(intervene.ARMS, values)]
+        for arm, x in zip(intervene.ARMS, values):
+            lines.append(f"r{seed},Lake-v1,{seed},{k},{arm}," + (f"{x},1,8,20,{x / 100},1" if x is not None else ",,8,20,,"))
     (tmp_path / "interventions_12.5.csv").write_text("\n".join(lines))
     assert intervene.table(tmp_path).splitlines()[2:] == [
-        "| Lake-v1 | 2 | 3 | whole round | | | | 0.1 |",
-        "| Lake-v1 | 2 | 3 | 12.5% of the negative dropped | +3 | +1, +4 | 67% | 0.13 |",
-        "| Lake-v1 | 2 | 3 | as many random dropped | +0 | -0.5, +1 | 33% | 0.09 |",
-        "| Lake-v1 | 2 | 3 | none dropped, moved as far | +2 | +3, +2 | 67% | 0.1 |",
+        "| Lake-v1 | 2 | whole round | 3 | | | | 0.1 |",
+        "| Lake-v1 | 2 | 12.5% of the negative dropped | 3 | +3 | +1, +4 | 67% | 0.13 |",
+        "| Lake-v1 | 2 | as many random dropped | 3 | +0 | -0.5, +1 | 33% | 0.09 |",
+        "| Lake-v1 | 2 | none dropped, moved as far | 2 | +3.5 | +3.5,  | 100% | 0.18 |",
+        "| Lake-v1 | 2 | 12.5% of the negative dropped, minus none dropped, moved as far | 2 | -2.5 | -2.5,  | 50% |  |",
     ]
+
+
+def test_no_learning_rate_goes_as_far(lake):
+    snapshot = snapshots.load(lake, 3)
+    assert intervene.as_far(snapshot, torch.arange(0), 0.1) == (None, None)  # an update over nothing
 
 
 # ---- the scores against what they predict
