@@ -277,6 +277,8 @@ def _constant_inputs_of_convolutions():
 
     def skipping(conv):
         def call(input, weight, bias=None, *args, **kwargs):
+            if torch._C._functorch.peek_interpreter_stack() is not None:  # within vmap, duals cannot be taken apart
+                return conv(input, weight, bias, *args, **kwargs)
             (x, dx), (w, dw), (b, db) = (forward_ad.unpack_dual(t) if t is not None else (t, t) for t in (input, weight, bias))
             if dx is not None or dw is None or not torch._C._is_fwd_grad_enabled():
                 return conv(input, weight, bias, *args, **kwargs)
@@ -295,21 +297,24 @@ def _constant_inputs_of_convolutions():
             setattr(F, name, before[name])
 
 
-def _forward_mode(agent, params, losses, direction, chunks):
+def _forward_mode(agent, params, losses, direction, chunks, all_tangents=False):
     products = []
     with forward_ad.dual_level():
         # a parameter that the target does not use (the critic's) needs no tangent
         tangents = {id(p): direction[name].to(p.dtype) for name, p in params.items()}
         lent = {id(p): p.detach() for p in params.values()}
-        lent |= {key: forward_ad.make_dual(p, tangents[key]) for key, p in lent.items() if tangents[key].any()}
+        with_tangent = {key for key, tangent in tangents.items() if all_tangents or tangent.any()}
+        lent |= {key: forward_ad.make_dual(lent[key], tangents[key]) for key in with_tangent}
         with _lent(agent, lent), _no_grad_stops_tangents(), _constant_inputs_of_convolutions():
             for inds in chunks:
                 value, product = forward_ad.unpack_dual(losses(inds))
                 # Nothing lent requires a gradient, so no reverse graph is kept. If the losses require one all the same, the
                 # closure holds a parameter itself, not through the agent, and forward mode has missed it.
-                if value.requires_grad or product is None:
+                if value.requires_grad or (product is None and all_tangents):
                     raise NotImplementedError("the losses depend on no parameter of the agent, or on one held by the closure")
                 products.append(product)
+    if any(product is None for product in products):  # the losses use no parameter of the target, or none at all
+        return _forward_mode(agent, params, losses, direction, chunks, all_tangents=True)
     return torch.cat(products)
 
 

@@ -369,6 +369,6 @@ if __name__ == "__main__":
     for flag in ("trajectories", "records"):
         if getattr(args, flag) < 1:
             sys.exit(f"--{flag} must be at least 1, got {getattr(args, flag)}")
-    if args.sample < 0:
-        sys.exit(f"--sample must not be negative, got {args.sample}")
+    if args.sample < 0 or args.sample == 1:
+        sys.exit(f"--sample must be 0 (all) or at least 2, got {args.sample}")
     main(args)

@@ -168,15 +168,21 @@ def plot(path, title, scatter, rows):
 
 def table(folder):
     """Markdown, from every CSV in the folders FOLDER/RUN/: the slope of a single step and the correlation along the update."""
-    lines = ["| run | round | learning rate | slope after one step | steps of the update | correlation after them |"]
-    lines += ["|---|--:|--:|--:|--:|--:|"]
+    lines = [
+        "| run | round | learning rate | one step: slope | correlation | steps of the update | slope after them | correlation |"
+    ]
+    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|"]
     for path in sorted(folder.glob("*/round_*_local.csv")):
         rows = list(csv.DictReader(open(path)))
         for one in (row for row in rows if row["step_on"] == "round"):
             along = [r for r in rows if r["step_on"] == "minibatches" and r["learning_rate"] == one["learning_rate"]]
-            end = [along[-1]["steps"], f"{float(along[-1]['correlation']):.3f}"] if along else ["", ""]
+            end = (
+                [along[-1]["steps"], *(f"{float(along[-1][c]):.3f}" for c in ("slope", "correlation"))] if along else [""] * 3
+            )
             cells = [path.parent.name.replace("_", " "), int(path.name.split("_")[1]), f"{float(one['learning_rate']):.0e}"]
-            lines.append("| " + " | ".join(map(str, [*cells, f"{float(one['slope']):.4f}", *end])) + " |")
+            lines.append(
+                "| " + " | ".join(map(str, [*cells, *(f"{float(one[c]):.4f}" for c in ("slope", "correlation")), *end])) + " |"
+            )
     return "\n".join(lines)
 
 

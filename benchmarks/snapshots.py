@@ -28,6 +28,8 @@ from torch import nn
 
 from iif_core import _ranks
 
+SCRIPTS = ("ppo_iif.py", "ppo_iif_continuous.py", "ppo_iif_minigrid.py", "ppo_iif_atari.py")
+
 
 @dataclass
 class Snapshot:
@@ -125,7 +127,7 @@ def rounds(run):
     """The rounds saved in a run's folder, ascending."""
     if not Path(run).is_dir():
         sys.exit(f"{run}: there is no such run folder")
-    names = [re.fullmatch(r"round_(\d+)\.pt", path.name) for path in Path(run).glob("snapshots/*.pt")]
+    names = [re.fullmatch(r"round_(\d{6,})\.pt", path.name) for path in Path(run).glob("snapshots/*.pt")]
     saved = sorted(int(name[1]) for name in names if name)
     if not saved:
         sys.exit(f"{run}: no snapshots in it; train with --snapshot-rounds")
@@ -158,7 +160,8 @@ def load(run, k, any_version=False):
     chosen(run, [k])
     path = Path(run) / "snapshots" / f"round_{k:06d}.pt"
     data = read(path)
-    if not isinstance(data, dict) or not {"script", "args", "batch", "selection", "played", "packages"} <= data.keys():
+    wanted = {"script", "args", "agent", "optimizer", "rng", "batch", "selection", "env_seed", "played", "packages"}
+    if not isinstance(data, dict) or not wanted <= data.keys() or data["script"] not in SCRIPTS:
         sys.exit(f"{path} is no snapshot of a round")
     for name, version in data["packages"].items():
         try:

@@ -549,6 +549,38 @@ class OldSine(torch.autograd.Function):
         return grad * ctx.saved_tensors[0].cos()
 
 
+class OnlyForward(torch.autograd.Function):
+    """A sine with a forward-mode formula and a first derivative only."""
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent * ctx.saved_tensors[0].cos()
+
+
+@pytest.mark.parametrize("kind", ["zero", "of an unused parameter"])
+def test_a_direction_without_a_part_in_the_losses(kind):
+    agent, obs = nn.ModuleDict({"used": nn.Linear(OBS, 3), "unused": nn.Linear(2, 2)}), torch.randn(N, OBS)
+    direction = {name: torch.zeros_like(p) for name, p in agent.named_parameters()}
+    if kind != "zero":
+        direction["unused.weight"] += 1
+    scores = influence_scores(agent, lambda inds: OnlyForward.apply(agent["used"](obs[inds])).sum(1), direction, N)
+    assert torch.equal(scores, torch.zeros(N))
+
+
 class Sine(torch.autograd.Function):
     @staticmethod
     def forward(x):
@@ -716,17 +748,19 @@ CONVOLUTIONS = {  # of inputs that depend on no parameter: forward mode has a wa
     "bias captured": lambda conv, x: F.conv2d(x, conv.weight, conv.held["bias"]),
     "weight captured": lambda conv, x: F.conv2d(x, conv.held["weight"], conv.bias),
     "in place after": lambda conv, x: conv(x).add_(1).relu_(),
+    "vmap": lambda conv, x: torch.vmap(lambda frame: F.conv2d(frame[None], conv.weight, conv.bias)[0])(x),
 }
 
 
 @pytest.mark.parametrize("how", CONVOLUTIONS)
-def test_convolutions_of_constants(how):
+def test_convolutions_of_constants(how, tried):
     agent, x = nn.Conv2d(2, 4, 3), torch.randn(N, 2, 8, 8)
     agent.held = dict(agent.named_parameters())  # held by the closure itself, as the agent sees it
     losses = lambda inds: CONVOLUTIONS[how](agent, x[inds]).square().sum((1, 2, 3))
     direction = random_direction(agent)
     truth = -record_gradients(agent, losses, N) @ flat(agent, direction)
     assert_equal(influence_scores(agent, losses, direction, N), truth)
+    assert tried[-1].startswith("double_backward" if "captured" in how else "forward_mode")
 
 
 def test_a_constant_input_has_no_tangent_to_convolve():
