@@ -231,7 +231,10 @@ def main(args):
         row = [k, float(probabilities(snapshot.agent(), state[None], action[None]))]
         row += [roughness(influence[positive], embeddings[positive], args.neighbours), int(positive.sum())]
         row += [int((influence < 0).sum()), float(influence.max()), float(associated)]
-        rows.append(row + [float(distance[top].median() / distance.median())])
+        usual = distance.median()  # about zero where most records share this state: then a ratio to it says nothing
+        rows.append(
+            row + [float(distance[top].median() / usual) if usual > 1e-5 * embeddings.norm(dim=1).mean() else float("nan")]
+        )
         print(", ".join(f"{name} {x:.4g}" for name, x in zip(COLUMNS, rows[-1])), flush=True)
         for r in [*top[:20].tolist(), *influence.argsort()[:20].tolist()]:
             taken = " ".join(f"{x:.4g}" for x in batch["actions"][r].reshape(-1).tolist())

@@ -134,30 +134,42 @@ def plot(rows, folder, percent):
 def table(folder):
     """Markdown, from the CSVs in a folder: the change in return over the rounds and runs of each environment."""
     lines = [
-        "| environment | runs | update | rounds | median change | mean change of each run | rounds with a gain | median KL |"
+        "| environment | runs | update | rounds | median change | mean change of each run | rounds with a gain | KL, median ratio |"
     ]
     lines += ["|---|--:|---|--:|--:|---|--:|--:|"]
     for path in sorted(folder.glob("interventions*.csv")):
         rows = [row for row in csv.DictReader(open(path)) if row["return"]]
         names = labels(float(path.stem.partition("_")[2] or 100))
-        whole, filtered, _, far = ARMS
-        comparisons = [(names[arm], arm, whole) for arm in names]
-        comparisons.append((f"{names[filtered]}, minus {names[far]}", filtered, far))
+        whole, filtered, random, far = ARMS
         for env in dict.fromkeys(row["env"] for row in rows):
-            arms = {arm: {(r["seed"], r["round"]): r for r in rows if (r["env"], r["arm"]) == (env, arm)} for arm in ARMS}
-            kl = {arm: f"{np.median([float(r['kl']) for r in arms[arm].values()]):.2g}" for arm in ARMS if arms[arm]}
-            seeds = sorted({seed for seed, _ in arms[whole]})
-            lines.append(f"| {env} | {len(seeds)} | whole round | {len(arms[whole])} | | | | {kl[whole]} |")
-            for label, arm, base in comparisons:
-                both = [key for key in arms[arm] if key in arms[base]]
-                change = {key: float(arms[arm][key]["return"]) - float(arms[base][key]["return"]) for key in both}
+            arms = {arm: {(r["run"], r["round"]): r for r in rows if (r["env"], r["arm"]) == (env, arm)} for arm in ARMS}
+            covered = set(arms[far])
+            runs = sorted({run for run, _ in arms[whole]})
+            comparisons = [
+                (names[filtered], filtered, whole, set(arms[filtered])),
+                (names[random], random, whole, set(arms[random])),
+                (names[far], far, whole, covered),
+                (f"{names[filtered]}, on the rounds above", filtered, whole, covered),
+                (f"{names[filtered]}, on the other rounds", filtered, whole, set(arms[filtered]) - covered),
+            ]
+            for label, arm, base, keys in comparisons:
+                change, ratio = {}, []
+                for key in keys & set(arms[base]):
+                    one, other = arms[arm][key], arms[base][key]
+                    change[key] = float(one["return"]) - float(other["return"])
+                    ratio.append(float(one["kl"]) / float(other["kl"]))
                 if change:
-                    means = [f"{np.mean(x):+.3g}" if (x := [change[k] for k in both if k[0] == s]) else "" for s in seeds]
                     x = np.array(list(change.values()))
-                    cells = [len(x), f"{np.median(x):+.3g}", ", ".join(means), f"{np.mean(x > 0):.0%}"]
-                    cells.append(kl[arm] if base == whole else "")
-                    lines.append("| " + " | ".join(map(str, [env, len(seeds), label, *cells])) + " |")
+                    means = ", ".join(mean_and_error([change[k] for k in change if k[0] == run]) for run in runs)
+                    cells = [env, len(runs), label, len(x), f"{np.median(x):+.3g}", means, f"{np.mean(x > 0):.0%}"]
+                    lines.append("| " + " | ".join(map(str, [*cells, f"{np.median(ratio):.2g}"])) + " |")
     return "\n".join(lines)
+
+
+def mean_and_error(x):
+    if len(x) < 2:
+        return f"{x[0]:+.2g}" if x else "–"
+    return f"{np.mean(x):+.2g} ± {np.std(x, ddof=1) / len(x) ** 0.5:.2g}"
 
 
 def main(args):

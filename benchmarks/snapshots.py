@@ -232,6 +232,8 @@ def spearman(x, y):
 def folder(run, out):
     """Where a command writes to: RUN/explain/, or the folder that the user names."""
     path = Path(out) if out else Path(run) / "explain"
+    if path.exists() and not path.is_dir():
+        sys.exit(f"--out {path} is a file; name a folder")
     path.mkdir(parents=True, exist_ok=True)
     return path
 

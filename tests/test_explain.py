@@ -289,17 +289,18 @@ def test_what_is_dropped():
 def test_table_of_interventions_by_hand(tmp_path):
     # (seed, round): of the four policies, of which the last need not be there
     returns = {("1", 0): (10, 13, 9, 11), ("1", 1): (20, 19, 20, 26), ("2", 0): (0, 4, 1, None)}
+    kl = {("1", 0): (1, 1.3, 0.9, 1.1), ("1", 1): (2, 1.9, 2, 2.6), ("2", 0): (1, 4, 1, None)}
     lines = ["run,env,seed,round,arm,return,stderr,records,episodes,kl,lr_factor"]
     for (seed, k), values in returns.items():
-        for arm, x in zip(intervene.ARMS, values):
-            lines.append(f"r{seed},Lake-v1,{seed},{k},{arm}," + (f"{x},1,8,20,{x / 100},1" if x is not None else ",,8,20,,"))
+        for arm, x, far in zip(intervene.ARMS, values, kl[seed, k]):
+            lines.append(f"r{seed},Lake-v1,{seed},{k},{arm}," + (f"{x},1,8,20,{far},1" if x is not None else ",,8,20,,"))
     (tmp_path / "interventions_12.5.csv").write_text("\n".join(lines))
     assert intervene.table(tmp_path).splitlines()[2:] == [
-        "| Lake-v1 | 2 | whole round | 3 | | | | 0.1 |",
-        "| Lake-v1 | 2 | 12.5% of the negative dropped | 3 | +3 | +1, +4 | 67% | 0.13 |",
-        "| Lake-v1 | 2 | as many random dropped | 3 | +0 | -0.5, +1 | 33% | 0.09 |",
-        "| Lake-v1 | 2 | none dropped, moved as far | 2 | +3.5 | +3.5,  | 100% | 0.18 |",
-        "| Lake-v1 | 2 | 12.5% of the negative dropped, minus none dropped, moved as far | 2 | -2.5 | -2.5,  | 50% |  |",
+        "| Lake-v1 | 2 | 12.5% of the negative dropped | 3 | +3 | +1 ± 2, +4 | 67% | 1.3 |",
+        "| Lake-v1 | 2 | as many random dropped | 3 | +0 | -0.5 ± 0.5, +1 | 33% | 1 |",
+        "| Lake-v1 | 2 | none dropped, moved as far | 2 | +3.5 | +3.5 ± 2.5, – | 100% | 1.2 |",
+        "| Lake-v1 | 2 | 12.5% of the negative dropped, on the rounds above | 2 | +1 | +1 ± 2, – | 50% | 1.1 |",
+        "| Lake-v1 | 2 | 12.5% of the negative dropped, on the other rounds | 1 | +4 | –, +4 | 100% | 4 |",
     ]
 
 
