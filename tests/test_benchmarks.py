@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def toy_suite(suite, results, workers=1, wait_for="-"):
     command = [sys.executable, str(ROOT / "tests" / "toy_suite.py"), suite, str(results), str(workers), str(wait_for)]
-    return {"args": command, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "cwd": results.parent, "stderr": subprocess.PIPE}
+    setup = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "cwd": results.parent, "stderr": subprocess.PIPE}
+    # Where the tests run in the background, Ctrl-C is ignored, and a child would inherit that.
+    return {"args": command, **setup, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
 
 
 def run_toys(*args, **kwargs):
@@ -117,7 +119,7 @@ def test_a_killed_suite_goes_on_and_leaves_nothing_running(tmp_path, how, status
     pid = int(log.read_text().split()[1])
     assert log.read_text().split()[2] == "1"  # OMP_NUM_THREADS
     process.send_signal(how)
-    process.communicate()
+    process.communicate(timeout=60)
     assert process.returncode == status
     wait_until(lambda: not alive(pid))
     finished = read(results / "slow" / "runs.csv")
