@@ -186,13 +186,13 @@ AGAINST = {  # what is compared with what
 }
 
 
-def efficiency_table(data, names, paper=None, smoothed=False):
+def efficiency_table(data, names, paper=None, smoothed=False, against=AGAINST):
     """One row for each metric and comparison, one column for each environment, as Figure 6(b)."""
     rows = []
     for name in names:
         if paper and name in next(iter(paper.values())):
             rows.append([f"**{name}**, the paper's", *(paper.get(e, {}).get(name, "") for e in data)])
-        for label, (arm, other) in AGAINST.items():
+        for label, (arm, other) in against.items():
             cells = [mean_and_error(efficiency(arms, arm, other, smoothed)[name]) for arms in data.values()]
             if any(cells):
                 rows.append([f"{name}, {label}", *cells])
@@ -410,6 +410,23 @@ def minigrid_scale(results):
     return "\n\n".join([*parts, efficiency_table(data, ("SE_ave", "SE_peak", "RT_peak")), returns_table(data)])
 
 
+def suspects(results):
+    data = load(results, "suspects")
+    against = {
+        "influence against none": ("influence", "none"),
+        "influence, restarted against none, as the authors": ("influence, restarted", "none"),
+        "influence, restarted against none, restarted": ("influence, restarted", "none, restarted"),
+        "none, restarted against none": ("none, restarted", "none"),
+        "influence, clipped against none, clipped": ("influence, clipped", "none, clipped"),
+        "none, clipped against none": ("none, clipped", "none"),
+    }
+    parts = [picture("suspects", "Restarted and clipped runs"), f"*{BANDS}*"]
+    for smoothed in (False, True):
+        parts += ["The same on smoothed curves:"] * smoothed
+        parts.append(efficiency_table(data, ("SE_ave", "SE_peak"), PAPER["fig6"], smoothed, against))
+    return "\n\n".join([*parts, returns_table(data, against)])
+
+
 def cost(results):
     """What was run, with which code, at what cost."""
     commands = {suite: (f"benchmarks.run {suite}", {run.name for run in runs_of(suite)}) for suite in SUITES}
@@ -444,6 +461,7 @@ BLOCKS = {  # name: (its function, the suite that it shows)
     "filters": (other_filters, "filters"),
     "learning_rate": (learning_rate, "learning_rate"),
     "minigrid_scale": (minigrid_scale, "minigrid_scale"),
+    "suspects": (suspects, "suspects"),
     "fixed_reference": (fixed_reference.block, None),
     "rlhf": (rlhf.block, None),
     "scoring": (lambda results: scoring.table(results / "scoring.csv").strip(), None),

@@ -105,6 +105,16 @@ def sb3(environment):
     return Entry(environment, "benchmarks/sb3_ppo", arguments, rounds, {"stable-baselines3": ""})
 
 
+def suspects(environment):
+    """In what the authors' runs may differ from these: where random numbers restart, and whether gradients are clipped."""
+    script, arguments, rounds, percent = ENVIRONMENTS[environment]
+    table = arms(percent, "influence", "none")
+    return [
+        entry(environment, *table, own={f"{arm}, clipped": f"{own} --max-grad-norm 0.5" for arm, own in table.items()}),
+        Entry(environment, "benchmarks/restarted", arguments, rounds, {f"{arm}, restarted": own for arm, own in table.items()}),
+    ]
+
+
 def percents(environment):
     sweep = {f"{p:g}": arms(p, "influence")["influence"] for p in (6.25, 12.5, 25, 50, 100)}
     return entry(environment, "none", "random", own=sweep)
@@ -173,6 +183,8 @@ SUITES = {
     "learning_rate": [steps(name) for name in ("FrozenLake", "Acrobot", "MiniGrid", "LunarLander")],
     # MiniGrid's symbols divided by 10, not by 255
     "minigrid_scale": [entry("MiniGrid", "influence", "none", extra="--obs-scale 10")],
+    # Why do ours differ from the paper's?
+    "suspects": [e for name in ("LunarLander", "Acrobot") for e in suspects(name)],
     # Figures 7 and 16, Table 6
     "rlhf": [
         Entry(

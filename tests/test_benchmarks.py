@@ -181,7 +181,8 @@ def test_suites_are_what_they_say():
                 assert int(given["--total-timesteps"]) == int(given["--batch-size"]) * r.rounds
                 continue
             assert given["--eval-episodes"] == ("10" if r.environment == "BipedalWalker" else "20")
-            assert int(given["--total-timesteps"]) == 2048 * r.rounds and given["--max-grad-norm"] == "0"
+            assert int(given["--total-timesteps"]) == 2048 * r.rounds
+            assert given["--max-grad-norm"] == ("0.5" if r.arm.endswith("clipped") else "0")
     queue = suites.runs_of("fig6")
     assert len(queue) == 5 * 5 * 4 + 3 * 4
     assert [r.seed for r in queue[:20]] == [101] * 20 and {r.environment for r in queue[-12:]} == {"Highway"}
@@ -196,7 +197,7 @@ def test_suites_are_what_they_say():
 def test_the_arguments_of_a_suite_are_the_scripts_own():
     for script, arguments in {(r.script, r.arguments) for s in suites.SUITES for r in suites.runs_of(s, seeds=1)}:
         module = importlib.import_module(script.replace("/", "."))
-        tyro.cli(module.Args, args=shlex.split(arguments))
+        tyro.cli(getattr(module, "Args", ppo_iif.Args), args=shlex.split(arguments))
 
 
 def test_the_same_run_has_the_same_key():
@@ -341,6 +342,21 @@ def test_filters_reach_the_scripts(tmp_path):
     assert status == 0 and cpu > 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert len(run.read_scalars(folder)["influence/records_kept"]) == 2
+
+
+def test_restarted_rounds_repeat_themselves(tmp_path):
+    flags = "--env-id CartPole-v1 --num-steps 256 --total-timesteps 512 --learning-rate 1e-12 --seed 3 --filter none"
+    episodes = {}
+    for script in ("benchmarks/restarted", "ppo_iif"):
+        folder = tmp_path / Path(script).name
+        folder.mkdir()
+        assert run.call([sys.executable, str(ROOT / f"{script}.py"), *flags.split()], folder, folder / "log.txt")[0] == 0
+        lines = (folder / "log.txt").read_text().splitlines()
+        found = [line.split("=") for line in lines if line.startswith("global_step")]
+        found = [(int(step.split(",")[0]), float(value)) for _, step, value in found]
+        episodes[script] = [[(t - 256 * k, r) for t, r in found if 256 * k < t <= 256 * (k + 1)] for k in (0, 1)]
+    first, second = episodes["benchmarks/restarted"]
+    assert first and first == second == episodes["ppo_iif"][0] != episodes["ppo_iif"][1]
 
 
 # ---- report.py
