@@ -381,6 +381,7 @@ def percent(results):
 def other_filters(results):
     data = load(results, "filters")
     against = {f"{arm} against none": (arm, "none") for arm in ("influence", "H1", "H2", "TD error", "random")}
+    against["influence against random"] = ("influence", "random")
     against["none against none of other seeds"] = ("none", "none")
     rows = []
     for name in ("SE_ave", "SE_peak"):
