@@ -9,9 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 AS_IS = "rollout(agent, envs, next_obs, args.num_steps, rollout_rng, device)"
-RESTARTED = (
-    "rollout(agent, envs, envs.reset(seed=args.seed)[0], args.num_steps, np.random.default_rng(derive_seed(args.seed, 0)), device)"
-)
+RESTARTED = "rollout(agent, envs, envs.reset(seed=args.seed)[0], args.num_steps, np.random.default_rng(derive_seed(args.seed, 0)), device)"
 
 
 def source():

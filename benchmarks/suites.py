@@ -99,10 +99,10 @@ def entry(environment, *names, extra="", own=None, **fields):
     )
 
 
-def sb3(environment):
+def sb3(environment, seeds):
     """stable-baselines3's own PPO, with the same arguments."""
     _, arguments, rounds, _ = ENVIRONMENTS[environment]
-    return Entry(environment, "benchmarks/sb3_ppo", arguments, rounds, {"stable-baselines3": ""})
+    return Entry(environment, "benchmarks/sb3_ppo", arguments, rounds, {"stable-baselines3": ""}, seeds)
 
 
 def suspects(environment):
@@ -111,7 +111,9 @@ def suspects(environment):
     table = arms(percent, "influence", "none")
     return [
         entry(environment, *table, own={f"{arm}, clipped": f"{own} --max-grad-norm 0.5" for arm, own in table.items()}),
-        Entry(environment, "benchmarks/restarted", arguments, rounds, {f"{arm}, restarted": own for arm, own in table.items()}),
+        Entry(
+            environment, "benchmarks/restarted", arguments, rounds, {f"{arm}, restarted": own for arm, own in table.items()}
+        ),
     ]
 
 
@@ -147,7 +149,7 @@ def rules(environment, *names):
 FOUR = ("influence", "influence, signal", "none", "random")
 SUITES = {
     # Is plain PPO, the arm `none`, right? Against another implementation at the same settings.
-    "baseline": [e for name in ("Acrobot", "LunarLander") for e in (entry(name, "none"), sb3(name))],
+    "baseline": [e for name, n in (("Acrobot", 20), ("LunarLander", 5)) for e in (entry(name, "none", seeds=n), sb3(name, n))],
     # Figure 6, Tables 4 and 5
     "fig6": [
         entry("FrozenLake", *FOUR),
