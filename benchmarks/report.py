@@ -14,7 +14,18 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from benchmarks import explain, fixed_reference, intervene, learning, local_check, metrics, rlhf, scoring, throughput
+from benchmarks import (
+    envpool_highway,
+    explain,
+    fixed_reference,
+    intervene,
+    learning,
+    local_check,
+    metrics,
+    rlhf,
+    scoring,
+    throughput,
+)
 from benchmarks.run import RESULTS, ROOT, read_csv
 from benchmarks.snapshots import save_small
 from benchmarks.suites import ENVIRONMENTS, SUITES, runs_of
@@ -468,6 +479,7 @@ BLOCKS = {  # name: (its function, the suite that it shows)
     "scoring": (lambda results: scoring.table(results / "scoring.csv").strip(), None),
     "throughput": (lambda results: throughput.table(results / "throughput.csv").strip(), None),
     "learning": (lambda results: learning.table(results / "learning"), None),
+    "highway": (envpool_highway.table, None),
     "diagnosis": (lambda results: explain.table(results / "explain"), None),
     "interventions": (lambda results: intervene.table(results / "explain" / "interventions"), None),
     "local_check": (lambda results: local_check.table(results / "explain"), None),

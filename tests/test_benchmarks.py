@@ -184,8 +184,8 @@ def test_suites_are_what_they_say():
             assert int(given["--total-timesteps"]) == 2048 * r.rounds
             assert given["--max-grad-norm"] == ("0.5" if r.arm.endswith("clipped") else "0")
     queue = suites.runs_of("fig6")
-    assert len(queue) == 5 * 5 * 4 + 3 * 4
-    assert [r.seed for r in queue[:20]] == [101] * 20 and {r.environment for r in queue[-12:]} == {"Highway"}
+    assert len(queue) == 5 * 6 * 4
+    assert [r.seed for r in queue[:24]] == [101] * 24 and {r.environment for r in queue[-4:]} == {"Highway"}
     assert [r.arm for r in queue[:4]] == ["influence", "influence, signal", "none", "random"]
     # the arms of an environment differ in nothing but the filter
     others = {}
@@ -418,7 +418,7 @@ def test_report_by_hand(results):
     assert cells(runtime, "FrozenLake (2 seeds)")[0][:4] == ["0.500", "0.25 (0.05)", "2.000 / 2.000", "1.00 (0.75)"]
     assert cells(runtime, "FrozenLake (2 seeds)")[0][4] == "10.5 / 9.0"
     (cost,) = cells(report.block("cost", results), "`python -m benchmarks.run fig6`")
-    assert cost == ["5 of 112", "0", "2.5", "2026-12-01 to 2026-12-02", "abc"]
+    assert cost == ["5 of 120", "0", "2.5", "2026-12-01 to 2026-12-02", "abc"]
     assert report.block("adam", results) == "Not yet run: `python -m benchmarks.run adam`."
 
 
