@@ -27,6 +27,7 @@ from torch.utils.tensorboard import SummaryWriter
 from iif_core import filter_bottom, influence_scores, log_influence, target_gradient
 
 try:
+    import huggingface_hub
     import transformers
 except ImportError:
     sys.exit("ppo_iif_rlhf.py needs transformers: pip install -r requirements-rlhf.txt")
@@ -214,7 +215,12 @@ def check_args(args):
                 raise TypeError(f"{function} is not a function")
         except Exception as error:
             sys.exit(f"--filter {args.filter}: not influence, random, reward, none or an importable module:function ({error})")
+    for flag, value in (("--eval-model-name", args.eval_model_name), ("--eval-dataset-name", args.eval_dataset_name)):
+        if value and not args.eval_prompts:
+            sys.exit(f"{flag} {value} evaluates nothing without --eval-prompts N")
     if args.dataset_above is not None:
+        if args.dataset_name == "reviews" or args.dataset_name.endswith(".txt"):
+            sys.exit(f"--dataset-above {args.dataset_above}: --dataset-name {args.dataset_name} is plain text, without fields")
         try:
             float(args.dataset_above.split(":")[1])
         except (IndexError, ValueError):
@@ -248,6 +254,16 @@ def gather(x):
     shares = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(shares, mine)
     return torch.cat(shares).to(x.dtype)
+
+
+def gather_objects(x):
+    """The x of each process."""
+    _, size = rank_and_size()
+    if size == 1:
+        return [x]
+    found = [None] * size
+    dist.all_gather_object(found, x)
+    return found
 
 
 def sum_over_processes(tensors):
@@ -351,6 +367,17 @@ def prepare(folder):
         shutil.rmtree(building)
 
 
+def ask_hub(what, name):
+    """Let the libraries of the hub look into their cache only, if it does not answer: alone, they would ask for every file for
+    half a minute. what: model_info or dataset_info."""
+    try:
+        getattr(huggingface_hub.HfApi(), what)(name, timeout=10)
+    except (huggingface_hub.errors.HfHubHTTPError, ValueError):
+        pass  # no such name, say: loading finds out why
+    except Exception:
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+
+
 def load_pretrained(flag, name, kind, **kwargs):
     """A model and its tokenizer, of class transformers.{kind}; ends with one line where a file is missing."""
     if name == "tiny":
@@ -369,16 +396,25 @@ def load_pretrained(flag, name, kind, **kwargs):
             sys.exit(f"{flag} {name}: {missing} is missing; {remedy}")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         sys.exit(f"{flag} {name}: there is no such folder; {remedy}")
+    else:
+        ask_hub("model_info", name)
     try:
         missing = "config.json"
         transformers.utils.cached_file(name, "config.json")
         missing = "the tokenizer"
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         missing = "the weights"
-        return getattr(transformers, kind).from_pretrained(name, **kwargs), tokenizer
+        model, found = getattr(transformers, kind).from_pretrained(name, output_loading_info=True, **kwargs)
     except (OSError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split()).split(". ")[0][:200]
+        if isinstance(error, OSError) and huggingface_hub.constants.HF_HUB_OFFLINE and not os.path.isdir(name):
+            reason = "the hub does not answer, and its cache has no such file"
         sys.exit(f"{flag} {name}: cannot load {missing} ({reason}); {remedy}")
+    if found["missing_keys"]:
+        sys.exit(
+            f"{flag} {name}: is no {kind[len('AutoModelFor'):]} model, its weights lack {sorted(found['missing_keys'])[0]}"
+        )
+    return model, tokenizer
 
 
 def field_of(row, path):
@@ -402,6 +438,7 @@ def load_texts(flag, name, fields="text", above=None):
             elif importlib.util.find_spec("datasets") is None:
                 sys.exit(f"{flag} {name} is no file, and a hub id needs `pip install datasets`; give a .txt or .jsonl file")
             else:
+                ask_hub("dataset_info", name)
                 rows = importlib.import_module("datasets").load_dataset(name, split="train")
             if above is not None:
                 path, bound = above.split(":")
@@ -478,6 +515,10 @@ def make_agent(args, device):
         dtype=getattr(torch, args.dtype),
         attn_implementation="eager",
     )
+    if getattr(lm, "_is_stateful", False):
+        sys.exit(
+            f"--model-name {args.model_name}: {lm.config.model_type} has a state that padding enters; take one of attention"
+        )
     if tokenizer.eos_token_id is None:
         sys.exit(f"--model-name {args.model_name}: its tokenizer has no end-of-text token")
     if tokenizer.pad_token_id is None:
@@ -497,7 +538,10 @@ def make_agent(args, device):
         known = lm.config.model_type in peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         lora = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
         lora["target_modules"] = None if known else "all-linear"
-        lm = peft.get_peft_model(lm, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+        try:
+            lm = peft.get_peft_model(lm, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+        except ValueError as error:
+            sys.exit(f"--lora-r: peft cannot adapt {args.model_name} ({' '.join(str(error).split())[:200]})")
     agent = Agent(lm).to(device).eval()
     reference = None if args.lora_r else copy.deepcopy(agent).requires_grad_(False)
     return agent, reference, tokenizer
@@ -673,7 +717,16 @@ def score(agent, batch, args, validation=None):
 
     direction = target_gradient(agent, target, len(validated), chunk_size=args.score_chunk)
     sum_over_processes(list(direction.values()))
-    return gather(influence_scores(agent, losses, direction, len(scored), chunk_size=args.score_chunk))
+    fault = None
+    try:
+        scores = influence_scores(agent, losses, direction, len(scored), chunk_size=args.score_chunk)
+    except ValueError as error:
+        fault = error
+    faults = gather_objects(fault and str(fault))  # all processes fail where one does
+    if any(faults):
+        rank = [fault is None for fault in faults].index(False)
+        raise ValueError(f"{faults[rank]}, in the share of process {rank}" if len(faults) > 1 else faults[0]) from fault
+    return gather(scores)
 
 
 def select(batch, args, generator):
@@ -830,6 +883,7 @@ if __name__ == "__main__":
     args, checkpoint = parse_args()
     torch.set_num_threads(args.torch_threads)
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what is wrong with a folder is said in one line, here
     cuda = torch.cuda.is_available() and args.cuda
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if "WORLD_SIZE" in os.environ:
@@ -949,7 +1003,9 @@ if __name__ == "__main__":
             save(f"runs/{run_name}/checkpoint.pt", state())
             writer.close()
             message += f"; nothing is lost: --resume runs/{run_name}/checkpoint.pt"
-        sys.exit(message)
+        if size > 1:
+            dist.barrier()  # the first to end would end the others
+        sys.exit(message if rank == 0 else 1)
 
     def stream(*key, device="cpu"):
         return torch.Generator(device).manual_seed(derive_seed(args.seed, *key))

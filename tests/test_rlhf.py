@@ -288,6 +288,14 @@ kept = rlhf.select(batch, args, torch.Generator().manual_seed(1))
 params = [p for p in agent.parameters() if p.requires_grad]
 rlhf.update(agent, torch.optim.SGD(params, 0.1), batch, kept, args, torch.Generator().manual_seed(2))
 torch.save({{"scores": batch["scores"], "kept": kept, "params": params}}, {file!r} + str(dist.get_rank()))
+with torch.no_grad():
+    batch["advantages"][5] *= torch.inf  # of the share of the second process
+try:
+    rlhf.score(agent, batch, args, validation={{name: x[:2] for name, x in batch.items()}})
+except ValueError as error:
+    assert "scores: 1 of 3 are not finite, the first at index 2" in str(error) and "process 1" in str(error)
+else:
+    raise AssertionError
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -458,9 +466,11 @@ def test_the_small_models_are_built_from_reviews(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags, culprit",
     [
-        ("--model-name nobody/nothing", "--model-name nobody/nothing: cannot load config.json"),
+        ("--model-name nobody/nothing", "--model-name nobody/nothing: cannot load config.json (the hub does not answer"),
         ("--model-name ./nowhere", "no such folder"),
         ("--model-name {}", "config.json is missing"),
+        ("--model-name {}/mamba", "mamba has a state"),
+        ("--reward-model-name {}/lm", "its weights lack score.weight"),
         ("--reward-model-name {}/lm2", "tokenizer.json is missing"),
         ("--reward-model-name {}/classifier --reward-index 2", "2 classes"),
         ("--dataset-name {}/none.txt", "--dataset-name"),
@@ -473,7 +483,9 @@ def test_the_small_models_are_built_from_reviews(tmp_path, monkeypatch):
         ("--minibatch-size 17", "--minibatch-size 17"),
         ("--filter nothing:here", "--filter nothing:here"),
         ("--filter-percent 101", "--filter-percent"),
+        ("--dataset-above prompt.toxicity:0.3", "without fields"),
         ("--eval-prompts 21", "only 20 texts"),
+        ("--eval-model-name tiny", "--eval-prompts"),
         ("--kl-coef -1", "--kl-coef"),
         ("--learning-rate 0", "--learning-rate"),
         ("--resume {}/texts.txt", "--resume"),
@@ -482,10 +494,19 @@ def test_the_small_models_are_built_from_reviews(tmp_path, monkeypatch):
 def test_refused_before_work_starts(flags, culprit, folder, tmp_path):
     if "lm2" in flags:
         shutil.copytree(folder / "classifier", folder / "lm2", ignore=lambda *_: ["tokenizer.json"])
+    if "mamba" in flags:
+        shutil.copytree(folder / "lm", folder / "mamba")
+        config = transformers.MambaConfig(vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=1, state_size=2)
+        transformers.MambaForCausalLM(config).save_pretrained(folder / "mamba")
+
+    def no_network(*_, **__):
+        raise ConnectionError("no network")
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no retries
-        message, _, done = run(f"{flags_of(folder)} {flags.format(folder)}", tmp_path)
-    assert culprit in message and "\n" not in message and done is None
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # what a run sets ends with the test
+        patch.setattr("huggingface_hub.HfApi.model_info", no_network)
+        message, out, done = run(f"{flags_of(folder)} {flags.format(folder)}", tmp_path)
+    assert culprit in message and "\n" not in message and done is None and "Retrying" not in out
 
 
 def test_a_reward_that_is_not_finite_is_named_and_nothing_is_lost(folder, tmp_path):
