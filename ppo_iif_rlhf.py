@@ -86,7 +86,8 @@ class Args:
     max_response_tokens: int = 24
     """a response ends here, if not by itself"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """of the language model; LoRA's weights and the value head are float32"""
+    """of the language model; LoRA's weights and the value head are float32. Without LoRA, steps too small for bfloat16 weights
+    (most, at 1e-5) are lost"""
     lora_r: int = 0
     """rank of the LoRA adapters, where peft puts them by default (all linear layers, if it has none); 0 trains all weights"""
     lora_alpha: int = 32
