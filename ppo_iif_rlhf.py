@@ -220,7 +220,9 @@ def check_args(args):
         if value and not args.eval_prompts:
             sys.exit(f"{flag} {value} evaluates nothing without --eval-prompts N")
     if args.dataset_above is not None:
-        if args.dataset_name == "reviews" or args.dataset_name.endswith(".txt"):
+        if args.dataset_name == "reviews" or (
+            os.path.isfile(args.dataset_name) and not args.dataset_name.endswith((".jsonl", ".json"))
+        ):
             sys.exit(f"--dataset-above {args.dataset_above}: --dataset-name {args.dataset_name} is plain text, without fields")
         try:
             float(args.dataset_above.split(":")[1])
