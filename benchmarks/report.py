@@ -431,8 +431,11 @@ def suspects(results):
         "none, restarted against none": ("none, restarted", "none"),
         "influence, clipped against none, clipped": ("influence, clipped", "none, clipped"),
         "none, clipped against none": ("none, clipped", "none"),
+        "influence against none, both with 100 episodes": ("influence, 100 episodes", "none, 100 episodes"),
+        "none against none of other seeds": ("none", "none"),
+        "none against none of other seeds, 100 episodes": ("none, 100 episodes", "none, 100 episodes"),
     }
-    parts = [picture("suspects", "Restarted and clipped runs"), f"*{BANDS}*"]
+    parts = [picture("suspects", "Restarted, clipped and better evaluated runs"), f"*{BANDS}*"]
     for smoothed in (False, True):
         parts += ["The same on smoothed curves:"] * smoothed
         parts.append(efficiency_table(data, ("SE_ave", "SE_peak"), PAPER["fig6"], smoothed, against))

@@ -104,16 +104,14 @@ def sb3(environment, seeds):
     return Entry(environment, "benchmarks/sb3_ppo", arguments, rounds, {"stable-baselines3": ""}, seeds)
 
 
-def suspects(environment):
-    """In what the authors' runs may differ from these: where random numbers restart, and whether gradients are clipped."""
+def suspects(environment, *kinds):
+    """In what the authors' runs may differ from these: rounds that restart, clipped gradients, evaluations of more episodes."""
     script, arguments, rounds, percent = ENVIRONMENTS[environment]
     table = arms(percent, "influence", "none")
-    return [
-        entry(environment, *table, own={f"{arm}, clipped": f"{own} --max-grad-norm 0.5" for arm, own in table.items()}),
-        Entry(
-            environment, "benchmarks/restarted", arguments, rounds, {f"{arm}, restarted": own for arm, own in table.items()}
-        ),
-    ]
+    flags = {"clipped": "--max-grad-norm 0.5", "100 episodes": "--eval-episodes 100"}
+    own = {f"{arm}, {kind}": f"{rule} {flags[kind]}" for kind in kinds for arm, rule in table.items()}
+    restarted = {f"{arm}, restarted": rule for arm, rule in table.items()}
+    return [entry(environment, *table, own=own), Entry(environment, "benchmarks/restarted", arguments, rounds, restarted)]
 
 
 def percents(environment):
@@ -185,7 +183,11 @@ SUITES = {
     # MiniGrid's symbols divided by 10, not by 255
     "minigrid_scale": [entry("MiniGrid", "influence", "none", extra="--obs-scale 10")],
     # Why do ours differ from the paper's?
-    "suspects": [e for name in ("LunarLander", "Acrobot") for e in suspects(name)],
+    "suspects": [
+        *suspects("LunarLander", "clipped"),
+        *suspects("Acrobot", "clipped", "100 episodes"),
+        *suspects("Highway", "100 episodes"),
+    ],
     # Figures 7 and 16, Table 6
     "rlhf": [
         Entry(

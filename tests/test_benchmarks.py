@@ -180,7 +180,8 @@ def test_suites_are_what_they_say():
             if suite == "rlhf":
                 assert int(given["--total-timesteps"]) == int(given["--batch-size"]) * r.rounds
                 continue
-            assert given["--eval-episodes"] == ("10" if r.environment == "BipedalWalker" else "20")
+            episodes = "100" if r.arm.endswith("100 episodes") else "10" if r.environment == "BipedalWalker" else "20"
+            assert given["--eval-episodes"] == episodes
             assert int(given["--total-timesteps"]) == 2048 * r.rounds
             assert given["--max-grad-norm"] == ("0.5" if r.arm.endswith("clipped") else "0")
     queue = suites.runs_of("fig6")
