@@ -348,8 +348,10 @@ def baseline(results):
 def adam(results):
     data = load(results, "adam")
     names = ("SE_ave", "SE_peak", "RT_peak")
-    parts = [picture("adam", "Return against rounds with Adam"), f"*{BANDS}*", efficiency_table(data, names, PAPER["adam"])]
-    parts += ["The same on smoothed curves:", efficiency_table(data, names, smoothed=True), returns_table(data)]
+    against = {**AGAINST, "influence, clipped against none, clipped": ("influence, clipped", "none, clipped")}
+    parts = [picture("adam", "Return against rounds with Adam"), f"*{BANDS}*"]
+    parts += [efficiency_table(data, names, PAPER["adam"], against=against), "The same on smoothed curves:"]
+    parts += [efficiency_table(data, names, smoothed=True, against=against), returns_table(data, against)]
     return "\n\n".join(parts)
 
 

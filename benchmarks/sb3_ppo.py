@@ -1,6 +1,7 @@
 """stable-baselines3's own PPO with the arguments, evaluation and logged names of ppo_iif.py: is plain PPO there right?
 
-Everything but the loop below is stable-baselines3's: environments, network, rollout, advantages, update, evaluation.
+Everything but the loop below is stable-baselines3's: environments, network, rollout, advantages, update, evaluation. On MiniGrid
+the first layers are the paper's, handed to stable-baselines3 as a features extractor.
 """
 
 import json
@@ -9,13 +10,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 import gymnasium as gym
+import minigrid
 import numpy as np
 import torch
+import torch.nn as nn
 import tyro
+from minigrid.wrappers import ImgObsWrapper
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch.utils.tensorboard import SummaryWriter
 
 from ppo_iif import derive_seed, new_run_name
@@ -23,13 +28,14 @@ from ppo_iif import derive_seed, new_run_name
 
 @dataclass
 class Args:
-    """Those of ppo_iif.py that have a counterpart, with its meanings and defaults."""
+    """Those of ppo_iif.py and ppo_iif_minigrid.py that have a counterpart, with their meanings and ppo_iif.py's defaults."""
 
     exp_name: str = "sb3_ppo"
     seed: int = 1
     cuda: bool = True
     env_id: str = "LunarLander-v3"
     env_kwargs: str = "{}"
+    obs_scale: Literal[255] = 255  # stable-baselines3 divides images by no other number
     total_timesteps: int = 204_800
     learning_rate: float = 5e-3
     optimizer: Literal["adam", "sgd"] = "sgd"
@@ -44,6 +50,26 @@ class Args:
     vf_coef: float = 0.5
     max_grad_norm: float = 0.0
     eval_episodes: int = 20
+
+
+class MiniGridFeatures(BaseFeaturesExtractor):
+    """The layers of ppo_iif_minigrid.py's network that actor and critic share."""
+
+    def __init__(self, space):
+        super().__init__(space, 64)
+        channels, width, height = space.shape
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, 16, 3),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32 * (width - 4) * (height - 4), 64),
+            nn.ReLU(),
+        )
+
+    def forward(self, x):
+        return self.layers(x)
 
 
 class Log(BaseCallback):
@@ -91,12 +117,21 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     writer = SummaryWriter(f"runs/{new_run_name(args)}")
 
-    def make_envs(number, seed):
-        return make_vec_env(lambda: gym.make(args.env_id, **json.loads(args.env_kwargs)), number, seed=seed % 2**31)
+    gym.register_envs(minigrid)
+    on_minigrid = args.env_id.startswith("MiniGrid-")
 
-    sgd = {"optimizer_class": torch.optim.SGD, "optimizer_kwargs": {}}
+    def make_env():
+        env = gym.make(args.env_id, **json.loads(args.env_kwargs))
+        return ImgObsWrapper(env) if on_minigrid else env
+
+    def make_envs(number, seed):
+        return make_vec_env(make_env, number, seed=seed % 2**31)
+
+    policy = {"optimizer_class": torch.optim.SGD, "optimizer_kwargs": {}} if args.optimizer == "sgd" else {}
+    if on_minigrid:
+        policy["features_extractor_class"] = MiniGridFeatures
     model = PPO(
-        "MlpPolicy",
+        "CnnPolicy" if on_minigrid else "MlpPolicy",
         make_envs(args.num_envs, args.seed),
         learning_rate=args.learning_rate,
         n_steps=args.num_steps,
@@ -108,7 +143,7 @@ if __name__ == "__main__":
         ent_coef=args.ent_coef,
         vf_coef=args.vf_coef,
         max_grad_norm=args.max_grad_norm or float("inf"),
-        policy_kwargs=sgd if args.optimizer == "sgd" else None,
+        policy_kwargs=policy,
         seed=args.seed,
         device="cuda" if args.cuda and torch.cuda.is_available() else "cpu",
     )

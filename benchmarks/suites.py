@@ -98,10 +98,18 @@ def entry(environment, *names, extra="", own=None, **fields):
     )
 
 
-def sb3(environment, seeds):
+def sb3(environment, seeds, extra=""):
     """stable-baselines3's own PPO, with the same arguments."""
     _, arguments, rounds, _ = ENVIRONMENTS[environment]
-    return Entry(environment, "benchmarks/sb3_ppo", arguments, rounds, {"stable-baselines3": ""}, seeds)
+    arm = {"stable-baselines3": ""}
+    return Entry(environment, "benchmarks/sb3_ppo", f"{arguments} {extra}".strip(), rounds, arm, seeds)
+
+
+def adam(environment, learning_rate, clipped=True):
+    """The environment with Adam; without clipping, as the authors' code, and with, as their text."""
+    own = {arm: f"{rule} --max-grad-norm 0.5" for arm, rule in arms(ENVIRONMENTS[environment][3], "influence", "none").items()}
+    own = {f"{arm}, clipped": rule for arm, rule in own.items()} if clipped else None
+    return entry(environment, "influence", "none", "random", extra=f"{ADAM} {learning_rate}", own=own)
 
 
 def suspects(environment, *kinds):
@@ -158,9 +166,10 @@ SUITES = {
     ],
     # Table 3, Figure 15
     "adam": [
-        entry("MiniGrid", "influence", "none", "random", extra=f"{ADAM} 0.0003"),
-        entry("LunarLander", "influence", "none", "random", extra=f"{ADAM} 0.001"),
-        entry("FrozenLake", "influence", "none", "random", extra=f"{ADAM} 0.0003"),
+        adam("MiniGrid", 0.0003),
+        adam("LunarLander", 0.001),
+        adam("FrozenLake", 0.0003, clipped=False),
+        sb3("MiniGrid", 3, f"{ADAM} 0.0003"),
     ],
     # How many runs never get going?
     "stalled": [
