@@ -55,7 +55,7 @@ def reached(arm, rows, standard):
 
 
 def block(results=RESULTS):
-    from benchmarks.report import mean_and_error, picture, table
+    from benchmarks.report import interval, mean_and_error, picture, table
 
     data = load(results)
     if not data:
@@ -65,12 +65,19 @@ def block(results=RESULTS):
         both = [reached(arm, mine, data["none"][seed]) for seed, mine in runs.items() if seed in data.get("none", {})]
         paper = PAPER_REACHED if arm == "influence" else ("", "")
         cells = [mean_and_error(values) + (f" ({p})" if p else "") for values, p in zip(zip(*both), paper)] or ["", ""]
+        final = {
+            name: {seed: column(r, name)[-5:].mean() for seed, r in runs.items()}
+            for name in ("reward", "return", "held_out", "kl")
+        }
         for name, decimals in (("reward", 3), ("return", 3), ("held_out", 3), ("kl", 1)):
-            cells.append(mean_and_error([column(r, name)[-5:].mean() for r in runs.values()], decimals))
+            cells.append(mean_and_error(list(final[name].values()), decimals))
+        standard = {seed: column(r, "return")[-5:].mean() for seed, r in data.get("none", {}).items()}
+        gain = [value - standard[seed] for seed, value in final["return"].items() if seed in standard]
+        cells.insert(4, interval(gain, 3) if arm != "none" else "")
         dropped = [1 - (column(r, "records_kept") / np.diff(column(r, "global_step"))).mean() for r in runs.values()]
         rows.append([arm, len(runs), *cells, mean_and_error([100 * x for x in dropped], 0)])
     header = "|seeds|% of rounds to the final level of none (the paper's)|% of its run time|training reward".split("|")
-    header += ["held-out reward", "second classifier", "KL", "dropped, %"]
+    header += ["held-out reward", "minus none [95%]", "second classifier", "KL", "dropped, %"]
 
     seconds = {arm: np.mean([np.median(stages(arm, r), 0) for r in runs.values()], 0) for arm, runs in data.items()}
     times = []

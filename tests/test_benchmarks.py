@@ -435,7 +435,7 @@ def test_report_of_language_models_by_hand(tmp_path):
             rows.append(["rlhf", "reviews", arm, 100, "adam", 101, k, 128 * k, 0.1 * k, 128, *did, k, *more, 0.6])
         run.save(tmp_path, r, rows, {"run": r.name, "command": r.command})
     block = rlhf.block(tmp_path)
-    assert cells(block, "influence")[0] == "1|25.0 (32.8 ± 1.5)|20.8 (16.8 ± 1.3)|0.400|0.200|0.600|1.0|25".split("|")
+    assert cells(block, "influence")[0] == "1|25.0 (32.8 ± 1.5)|20.8 (16.8 ± 1.3)|0.400|0.200|0.000|0.600|1.0|25".split("|")
     assert cells(block, "none")[0][:4] == ["1", "100.0", "100.0", "0.275"]
     assert cells(block, "influence")[1] == ["1.00 (2.74)", "0.50 (2.15)", "1.00 (40.39)", "2.50 (45.28)", "0.83 (0.51)"]
     rlhf.draw(tmp_path)
