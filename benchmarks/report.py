@@ -370,7 +370,8 @@ def stalled(results):
                 rows.append([f"{e}, {arm}", len(returns), *counts, *cells])
     header = ["", "seeds", "stalled", "stalled at the end", "area under the curve [95%]", "final return [95%]"]
     text = picture("stalled", "Every run of each arm")
-    return "\n\n".join([text, "*One line a run, as many seeds as the table says.*", table(header, rows), returns_table(data)])
+    parts = [text, "*One line a run, as many seeds as the table says.*", table(header, rows), returns_table(data)]
+    return "\n\n".join([*parts, efficiency_table(data, ("SE_ave", "SE_peak"), PAPER["fig6"])])
 
 
 def percent(results):
