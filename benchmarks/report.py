@@ -416,7 +416,10 @@ def other_filters(results):
 def learning_rate(results):
     data = load(results, "learning_rate")
     parts = [picture("learning_rate", "Influence and none at three learning rates"), f"*{BANDS}*"]
-    return "\n\n".join([*parts, returns_table(data, {})])
+    rates = [f"lr x {factor}" for factor in (1, 4, 16)]
+    against = {f"influence, {rate} against none, {rate}": (f"influence, {rate}", f"none, {rate}") for rate in rates}
+    against["influence, lr x 1 against none, lr x 4"] = ("influence, lr x 1", "none, lr x 4")
+    return "\n\n".join([*parts, returns_table(data, against)])
 
 
 def minigrid_scale(results):
