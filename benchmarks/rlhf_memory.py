@@ -2,6 +2,8 @@
 
     python -m benchmarks.rlhf_memory        (Linux with glibc, on the CPU; python ppo_iif_rlhf.py --prepare builds the model)
 
+It writes results/rlhf_memory.csv, the table in the README.
+
 Predicted: sampling keeps keys and values; the gradient of the target and an update keep what autograd saves for their records
 (weights are not counted), the gradient of the logits, a gradient for each trainable weight and, for the update, Adam's two
 moments; the scores keep the hidden states and three copies of the logits (as they come, as a matrix, as log-probs), each with
@@ -17,8 +19,10 @@ from pathlib import Path
 import torch
 
 import ppo_iif_rlhf as rlhf
+from benchmarks.run import RESULTS, read_csv, write_csv
 from benchmarks.scoring import allocator
 
+NAME = "rlhf_memory.csv"
 PARTS = ("sampling", "target", "scores", "update")
 
 
@@ -88,14 +92,23 @@ def measure(part, lora_r, chunk):
     return predicted / 1e6, (status("VmHWM") - before) / 1e6
 
 
+def table(results=RESULTS):
+    """Markdown, as in the README."""
+    rows = ["| {weights} | {part} | {predicted_mb} | {measured_mb} |".format(**row) for row in read_csv(results / NAME)]
+    return "\n".join(["| weights trained | part | predicted, MB | measured, MB |\n|---|---|---|---|", *rows])
+
+
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         print(*measure(sys.argv[1], int(sys.argv[2]), 64))
         sys.exit()
-    print("| weights trained | part | predicted, MB | measured, MB |\n|---|---|---|---|")
+    rows = []
     for lora_r in (0, 16):
         for part in PARTS:
             command = [sys.executable, "-m", "benchmarks.rlhf_memory", part, str(lora_r)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            predicted, measured = map(float, done.stdout.split()[-2:])
-            print(f"| {'LoRA' if lora_r else 'all'} | {part} | {predicted:.0f} | {measured:.0f} |", flush=True)
+            predicted, measured = (f"{float(x):.0f}" for x in done.stdout.split()[-2:])
+            what = "sampling 128 answers" if part == "sampling" else "gradient of the target" if part == "target" else part
+            rows.append(["LoRA" if lora_r else "all", what, predicted, measured])
+    write_csv(RESULTS / NAME, ["weights", "part", "predicted_mb", "measured_mb"], rows)
+    print(table())

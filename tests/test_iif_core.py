@@ -549,38 +549,6 @@ class OldSine(torch.autograd.Function):
         return grad * ctx.saved_tensors[0].cos()
 
 
-class OnlyForward(torch.autograd.Function):
-    """A sine with a forward-mode formula and a first derivative only."""
-
-    @staticmethod
-    def forward(x):
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0].cos()
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        return tangent * ctx.saved_tensors[0].cos()
-
-
-@pytest.mark.parametrize("kind", ["zero", "of an unused parameter"])
-def test_a_direction_without_a_part_in_the_losses(kind):
-    agent, obs = nn.ModuleDict({"used": nn.Linear(OBS, 3), "unused": nn.Linear(2, 2)}), torch.randn(N, OBS)
-    direction = {name: torch.zeros_like(p) for name, p in agent.named_parameters()}
-    if kind != "zero":
-        direction["unused.weight"] += 1
-    scores = influence_scores(agent, lambda inds: OnlyForward.apply(agent["used"](obs[inds])).sum(1), direction, N)
-    assert torch.equal(scores, torch.zeros(N))
-
-
 class Sine(torch.autograd.Function):
     @staticmethod
     def forward(x):
@@ -602,6 +570,16 @@ class SineOnceWithJvp(Sine):
     @staticmethod
     def jvp(ctx, tangent):
         return tangent * ctx.saved_tensors[0].cos()
+
+
+@pytest.mark.parametrize("kind", ["zero", "of an unused parameter"])
+def test_a_direction_without_a_part_in_the_losses(kind):
+    agent, obs = nn.ModuleDict({"used": nn.Linear(OBS, 3), "unused": nn.Linear(2, 2)}), torch.randn(N, OBS)
+    direction = {name: torch.zeros_like(p) for name, p in agent.named_parameters()}
+    if kind != "zero":
+        direction["unused.weight"] += 1
+    scores = influence_scores(agent, lambda inds: SineOnceWithJvp.apply(agent["used"](obs[inds])).sum(1), direction, N)
+    assert torch.equal(scores, torch.zeros(N))
 
 
 class SineOnce(Sine):

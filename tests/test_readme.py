@@ -26,6 +26,12 @@ def changes():
     return pairs
 
 
+def test_the_memory_table_is_that_of_the_data():
+    from benchmarks import rlhf_memory
+
+    assert len(rlhf_memory.table().splitlines()) > 2 and rlhf_memory.table() in README
+
+
 def test_five_lines_add_iif_to_a_script(tmp_path):
     assert sum(len(new) for _, new in changes()) <= 5
     script = (ROOT / "tests" / "cleanrl_shaped.py").read_text()
