@@ -31,10 +31,7 @@ from torch.utils.tensorboard import SummaryWriter
 from iif_core import filter_bottom, log_influence, return_influence
 
 SCRIPT = "ppo_iif.py"
-WHICH_SCRIPT = (
-    "ppo_iif.py takes vectors and discrete actions, ppo_iif_continuous.py vectors and continuous ones, ppo_iif_minigrid.py"
-    " MiniGrid, ppo_iif_atari.py Atari; the id of another package is module:id"
-)
+WHICH = "vectors: ppo_iif.py, or ppo_iif_continuous.py; images: ppo_iif_minigrid.py, ppo_iif_atari.py; other ids: module:id"
 EVAL_STEPS = 27_000  # the most steps of an evaluation episode
 STATISTICS = "ppo_iif_episode"  # in an environment's info; "episode" may be taken
 
@@ -130,8 +127,6 @@ class Args:
 
 
 # ---- the agent
-
-
 def layer_init(layer, std=np.sqrt(2)):
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
@@ -181,8 +176,6 @@ class Agent(nn.Module):
 
 
 # ---- the stages of a round
-
-
 def rollout(agent, envs, next_obs, num_steps, rng, device="cpu"):
     """Collect one round with the agent's current policy, theta(k).
 
@@ -304,33 +297,24 @@ def update(agent, optimizer, batch, selection, args, generator):
             logratio = newlogprob - mb_logprobs
             ratio = logratio.exp()
             ratios.append(ratio.detach())
-
             if args.norm_adv and len(mb_advantages) > 1:
                 mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-
-            # Policy loss
-            pg_loss1 = -mb_advantages * ratio
-            pg_loss2 = -mb_advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-            pg_loss = torch.max(pg_loss1, pg_loss2).mean()
-
-            # Value loss
+            clipped_ratio = torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+            pg_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped_ratio).mean()
             newvalue = newvalue.view(-1)
             v_loss = (newvalue - mb_returns).square()
             if args.clip_vloss:
                 v_clipped = mb_values + torch.clamp(newvalue - mb_values, -args.clip_coef, args.clip_coef)
                 v_loss = torch.max(v_loss, (v_clipped - mb_returns).square())
             v_loss = v_loss.mean()
-
             loss = pg_loss + args.vf_coef * v_loss
             if args.ent_coef:
                 loss = loss - args.ent_coef * entropy.mean()
-
             optimizer.zero_grad()
             loss.backward()
             if args.max_grad_norm:
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()
-
         approx_kl = ((ratio - 1) - logratio).mean().item()
         if args.target_kl is not None and approx_kl > args.target_kl:
             break
@@ -374,7 +358,6 @@ def evaluate(agent, envs, num_episodes, seed):
 
 
 def need(condition, message):
-    """End the script with one line unless the condition holds."""
     if not condition:
         sys.exit(message)
 
@@ -461,7 +444,7 @@ def make_env(args, video_folder=None):
 def check_env(args):
     """Refuse an environment that cannot be used, after a reset and a step in one that is not trained in."""
     given = f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}'{' --capture-video' if args.capture_video else ''}"
-    with one_line(given, WHICH_SCRIPT):
+    with one_line(given, WHICH):
         env = make_env(args)
     with one_line(given, "it has to follow Gymnasium's present API of spaces, reset, step and render"):
         env.action_space.seed(args.seed)
@@ -566,7 +549,7 @@ def log_evaluation(writer, args, run, agent, envs):
 
 def log_media(run, batch, videos, records):
     """Send to W&B the videos that are new to the set `videos`, and a table of the records of lowest and highest scores."""
-    for path in sorted(set(Path(f"videos/{run.run_name}").glob("*.mp4")) - videos):
+    for path in sorted(set(Path(f"videos/{run.run_name}").rglob("*.mp4")) - videos):
         videos.add(path)
         wandb.log({"videos": wandb.Video(str(path)), "global_step": run.global_step})
     if records:
@@ -590,7 +573,9 @@ if __name__ == "__main__":
     run = SimpleNamespace(run_name=run_name, wandb_id=None, iteration=0, global_step=0, optimizer_steps=0, skipped_updates=0)
     if checkpoint:
         run = SimpleNamespace(**{name: checkpoint[name] for name in vars(run)})
-    envs, eval_envs = make_envs(args, run.run_name), make_eval_envs(args)
+        run_name = run.run_name
+    video_name = f"{run_name}/from_round_{run.iteration}" if checkpoint else run_name  # RecordVideo overwrites
+    envs, eval_envs = make_envs(args, video_name), make_eval_envs(args)
     agent = Agent(envs).to(device)
     optimizer_class = {"sgd": torch.optim.SGD, "adam": partial(torch.optim.Adam, eps=1e-5)}[args.optimizer]
     optimizer = optimizer_class(agent.parameters(), lr=args.learning_rate, fused=True)
