@@ -167,6 +167,7 @@ class Agent(nn.Module):
         *hidden, (w_out, b_out) = zip(params[::2], params[1::2])  # weight and bias of each layer
 
         def act(x):
+            x = np.asarray(x, dtype=np.float32)
             for w, b in hidden:
                 x = np.tanh(x @ w + b)
             logits = x @ w_out + b_out
@@ -186,13 +187,12 @@ def rollout(agent, envs, next_obs, num_steps, rng, device="cpu"):
     obs = np.empty((num_steps + 1, envs.num_envs, *space.shape), dtype=np.float32)
     actions, rewards = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32)
     terminations, truncations = np.empty((2, *shape), dtype=bool)
-    act, start = agent.numpy_policy(rng), envs.single_action_space.start
-    episodes, cut = [], {}
+    act, episodes, cut = agent.numpy_policy(rng), [], {}
 
     obs[0] = next_obs
     for t in range(num_steps):
         actions[t] = act(obs[t])
-        obs[t + 1], rewards[t], terminations[t], truncations[t], infos = envs.step(actions[t] + start)
+        obs[t + 1], rewards[t], terminations[t], truncations[t], infos = envs.step(actions[t])
         for i in np.flatnonzero(infos.get("_final_info", ())):
             episode = infos["final_info"][STATISTICS]
             episodes.append((t, int(i), float(episode["r"][i]), int(episode["l"][i])))
@@ -344,8 +344,8 @@ def evaluate(agent, envs, num_episodes, seed):
         playing = [(env, env.reset(seed=s)[0]) for env, s in zip(envs, seeds[begun:])]
         players, steps = [env for env, _ in playing], 0
         while playing and steps < EVAL_STEPS:
-            actions = act(np.stack([obs for _, obs in playing]).astype(np.float32))
-            after = [(env, *env.step(action + env.action_space.start)) for (env, _), action in zip(playing, actions)]
+            actions = act(np.stack([obs for _, obs in playing]))
+            after = [(env, *env.step(action)) for (env, _), action in zip(playing, actions)]
             playing = [(env, obs) for env, obs, _, terminated, truncated, _ in after if not (terminated or truncated)]
             steps += 1
         if playing:
@@ -429,14 +429,16 @@ def parse_args():
 
 
 def make_env(args, video_folder=None):
-    """One environment, as the agent sees it; refused if this script cannot learn it."""
+    """One environment, as the agent sees it. Raises TypeError if this script cannot learn it."""
     env = gym.make(args.env_id, **json.loads(args.env_kwargs), **({"render_mode": "rgb_array"} if args.capture_video else {}))
     space, actions = env.observation_space, env.action_space
     if not isinstance(actions, gym.spaces.Discrete) or (space.dtype == np.uint8 and len(space.shape) == 3):
-        raise TypeError(f"observations {space} and actions {actions} are not for {SCRIPT}")
+        raise TypeError(f"observations are {space}, actions are {actions}: not for {SCRIPT}")
     if video_folder:
         env = gym.wrappers.RecordVideo(env, video_folder)
     env = gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATISTICS)
+    if actions.start != 0:
+        env = gym.wrappers.TransformAction(env, lambda action: action + actions.start, gym.spaces.Discrete(actions.n))
     # one-hot for discrete observations
     return env if isinstance(space, gym.spaces.Box) and len(space.shape) == 1 else gym.wrappers.FlattenObservation(env)
 
@@ -496,10 +498,10 @@ def save(path, args, run, agent, optimizer, **more):
 
 
 def check_finite(batch):
-    for name in ("obs", "rewards", "values", "advantages"):
-        bad = (~batch[name].reshape(len(batch[name]), -1).isfinite().all(1)).nonzero().flatten()
+    for name, x in batch.items():
+        bad = (~x.reshape(len(x), -1).isfinite().all(1)).nonzero().flatten() if x.is_floating_point() else ()
         if len(bad):
-            where = f"in {len(bad)} of {len(batch[name])} records, the first in record {bad[0]}"
+            where = f"in {len(bad)} of {len(x)} records, the first in record {bad[0]}"
             raise ValueError(f"{name} not finite {where}: the environment's fault, or --learning-rate is too high")
 
 
@@ -547,16 +549,22 @@ def log_evaluation(writer, args, run, agent, envs):
     writer.flush()
 
 
+def show(obs):
+    """An observation, for a cell of a table of W&B."""
+    return " ".join(f"{x:.4g}" for x in obs)
+
+
 def log_media(run, batch, videos, records):
     """Send to W&B the videos that are new to the set `videos`, and a table of the records of lowest and highest scores."""
     for path in sorted(set(Path(f"videos/{run.run_name}").rglob("*.mp4")) - videos):
         videos.add(path)
         wandb.log({"videos": wandb.Video(str(path)), "global_step": run.global_step})
     if records:
-        order = batch["scores"].argsort()
-        ends = torch.cat([order[:20], order[20:][-20:]])
-        rows = zip(ends.tolist(), *(x[ends].tolist() for x in batch.values()))
-        wandb.log({"influence/records": wandb.Table(["record", *batch], list(rows)), "global_step": run.global_step})
+        order, columns = batch["scores"].argsort().tolist(), [name for name in batch if name != "obs"]
+        ends = order[:20] + order[20:][-20:]
+        rows = [[i, show(batch["obs"][i].cpu().numpy()), *(batch[name][i].tolist() for name in columns)] for i in ends]
+        table = wandb.Table(["record", "obs", *columns], rows)
+        wandb.log({"influence/records": table, "global_step": run.global_step})
 
 
 if __name__ == "__main__":
@@ -564,6 +572,7 @@ if __name__ == "__main__":
     check_env(args)
     if args.track:
         import wandb
+
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.manual_seed(args.seed)
