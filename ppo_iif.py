@@ -349,7 +349,9 @@ def evaluate(agent, envs, num_episodes, seed):
             playing = [(env, obs) for env, obs, _, terminated, truncated, _ in after if not (terminated or truncated)]
             steps += 1
         if playing:
-            print(f"{len(playing)} evaluation episodes go on after {EVAL_STEPS} steps: they count with their returns so far")
+            print(
+                f"{len(playing)} evaluation episodes did not end in {EVAL_STEPS} steps: they count with their returns so far"
+            )
         returns += [env.get_wrapper_attr("episode_returns") for env in players]
     return np.array(returns, dtype=np.float64)
 
@@ -626,9 +628,8 @@ if __name__ == "__main__":
         if snapshots:
             played.append(batch["actions"].cpu())
         if k in snapshots:
-            replay = {"env_seed": env_seed, "played": torch.cat(played), "packages": packages}
-            path = f"{folder}/snapshots/round_{k:06d}.pt"
-            save(path, args, run, agent, optimizer, batch=batch, selection=selection, **replay)
+            snapshot = {"batch": batch, "selection": selection, "env_seed": env_seed, "played": torch.cat(played)}
+            save(f"{folder}/snapshots/round_{k:06d}.pt", args, run, agent, optimizer, packages=packages, **snapshot)
         times.append(time.perf_counter())
 
         losses, steps = update(agent, optimizer, batch, selection, args, shuffle_rng)

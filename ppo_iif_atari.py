@@ -214,7 +214,9 @@ def rollout(agent, envs, next_obs, num_steps, rng, device="cpu"):
         actions[t], logprobs[t], values[t] = act(obs[t])
         obs[t + 1], rewards[t], terminations[t], truncations[t], infos = envs.step(actions[t])
         for i in np.flatnonzero(infos.get("_final_info", ())):
-            if infos["final_info"].get(f"_{STATISTICS}", np.zeros(envs.num_envs))[i]:  # a lost life ends an episode, not the game
+            if infos["final_info"].get(f"_{STATISTICS}", np.zeros(envs.num_envs))[
+                i
+            ]:  # a lost life ends an episode, not the game
                 episode = infos["final_info"][STATISTICS]
                 episodes.append((t, int(i), float(episode["r"][i]), int(episode["l"][i])))
             if not terminations[t, i]:  # a truncated episode goes on, only unseen
@@ -368,7 +370,9 @@ def evaluate(agent, envs, num_episodes, seed):
             playing = [(env, env.reset()[0] if life_lost else obs) for env, obs, life_lost in games]
             steps += 1
         if playing:
-            print(f"{len(playing)} evaluation episodes go on after {EVAL_STEPS} steps: they count with their returns so far")
+            print(
+                f"{len(playing)} evaluation episodes did not end in {EVAL_STEPS} steps: they count with their returns so far"
+            )
         returns += [env.get_wrapper_attr("episode_returns") for env in players]
     return np.array(returns, dtype=np.float64)
 
@@ -652,9 +656,8 @@ if __name__ == "__main__":
         if snapshots:
             played.append(batch["actions"].cpu())
         if k in snapshots:
-            replay = {"env_seed": env_seed, "played": torch.cat(played), "packages": packages}
-            path = f"{folder}/snapshots/round_{k:06d}.pt"
-            save(path, args, run, agent, optimizer, batch=batch, selection=selection, **replay)
+            snapshot = {"batch": batch, "selection": selection, "env_seed": env_seed, "played": torch.cat(played)}
+            save(f"{folder}/snapshots/round_{k:06d}.pt", args, run, agent, optimizer, packages=packages, **snapshot)
         times.append(time.perf_counter())
 
         losses, steps = update(agent, optimizer, batch, selection, args, shuffle_rng)

@@ -361,7 +361,9 @@ def evaluate(agent, envs, num_episodes, seed):
             playing = [(env, obs) for env, obs, _, terminated, truncated, _ in after if not (terminated or truncated)]
             steps += 1
         if playing:
-            print(f"{len(playing)} evaluation episodes go on after {EVAL_STEPS} steps: they count with their returns so far")
+            print(
+                f"{len(playing)} evaluation episodes did not end in {EVAL_STEPS} steps: they count with their returns so far"
+            )
         returns += [env.get_wrapper_attr("episode_returns") for env in players]
     return np.array(returns, dtype=np.float64)
 
@@ -681,6 +683,7 @@ if __name__ == "__main__":
             played = []  # the actions since, so that a snapshot's round can be played again
 
         batch, episodes, next_obs = rollout(agent, envs, next_obs, args.num_steps, rollout_rng, device)
+        run.statistics = get_statistics(envs.envs)  # for every checkpoint of this round
         batch = {name: x.flatten(0, 1) for name, x in gae(batch, args.gamma, args.gae_lambda).items()}
         times.append(time.perf_counter())
 
@@ -697,19 +700,8 @@ if __name__ == "__main__":
         if snapshots:
             played.append(batch["actions"].cpu())
         if k in snapshots:
-            replay = {"env_seed": env_seed, "played": torch.cat(played), "packages": packages}
-            path = f"{folder}/snapshots/round_{k:06d}.pt"
-            save(
-                path,
-                args,
-                run,
-                agent,
-                optimizer,
-                statistics=get_statistics(envs.envs),
-                batch=batch,
-                selection=selection,
-                **replay,
-            )
+            snapshot = {"batch": batch, "selection": selection, "env_seed": env_seed, "played": torch.cat(played)}
+            save(f"{folder}/snapshots/round_{k:06d}.pt", args, run, agent, optimizer, packages=packages, **snapshot)
         times.append(time.perf_counter())
 
         losses, steps = update(agent, optimizer, batch, selection, args, shuffle_rng)
@@ -736,11 +728,11 @@ if __name__ == "__main__":
             freeze_statistics(eval_envs, envs.envs)
             log_evaluation(writer, args, run, agent, eval_envs)
         if args.save_every and run.iteration % args.save_every == 0:
-            save(f"{folder}/checkpoint.pt", args, run, agent, optimizer, statistics=get_statistics(envs.envs))
+            save(f"{folder}/checkpoint.pt", args, run, agent, optimizer)
 
     envs.close()
     if args.save_model:
-        save(f"{folder}/{args.exp_name}.cleanrl_model", args, run, agent, optimizer, statistics=get_statistics(envs.envs))
+        save(f"{folder}/{args.exp_name}.cleanrl_model", args, run, agent, optimizer)
         print(f"model saved to {folder}/{args.exp_name}.cleanrl_model")
     writer.close()
     print(f"results are in {folder}; to look at them: tensorboard --logdir {folder}")
