@@ -539,7 +539,6 @@ def log_round(writer, args, run, episodes, numbers):
     for name, value in numbers.items():
         writer.add_scalar(name, value, run.global_step)
     print("SPS:", numbers["charts/SPS"])
-    writer.flush()
 
 
 def log_evaluation(writer, args, run, agent, envs):
@@ -641,15 +640,16 @@ if __name__ == "__main__":
         run.global_step += args.batch_size
         run.optimizer_steps += steps
         run.skipped_updates += steps == 0
-        if "scores" in batch:
-            kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
-            log_influence(writer, batch["scores"], kept, run.global_step, advantages=batch["advantages"], filtered=filtered)
         numbers = {f"losses/{name}": value for name, value in losses.items()}
         numbers |= zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)[[0, 1, 3]])
         numbers |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/round": k}
         numbers |= {"charts/optimizer_steps": run.optimizer_steps, "charts/skipped_updates": run.skipped_updates}
         numbers["charts/SPS"] = int((run.global_step - start[0]) / (time.time() - start[1]))
         log_round(writer, args, run, episodes, numbers)
+        if "scores" in batch:
+            kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
+            log_influence(writer, batch["scores"], kept, run.global_step, advantages=batch["advantages"], filtered=filtered)
+        writer.flush()
         if args.track:
             log_media(run, batch, videos, records=k in snapshots and "scores" in batch)
         if args.eval_episodes:
