@@ -38,7 +38,7 @@ gym.register_envs(minigrid)
 
 SCRIPT = "ppo_iif_minigrid.py"
 WHICH = "vectors: ppo_iif.py, or ppo_iif_continuous.py; images: ppo_iif_minigrid.py, ppo_iif_atari.py; other ids: module:id"
-EVAL_STEPS = 27_000  # the most steps of an evaluation episode: half an hour of an Atari game
+EVAL_STEPS = 27_000  # of an evaluation episode, where the environment has no limit: half an hour of an Atari game
 STATISTICS = "ppo_iif_episode"  # in an environment's info; "episode" may be taken
 
 
@@ -130,7 +130,7 @@ class Args:
     rule"""
     eval_episodes: int = 0
     """evaluate the policy of every round over so many episodes of sampled actions, in environments of their own (0: never);
-    an episode is cut after 27,000 steps"""
+    where the environment has no time limit, an episode is cut after 27,000 steps"""
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
     minibatch_size = property(lambda self: self.batch_size // self.num_minibatches)
@@ -138,6 +138,8 @@ class Args:
 
 
 # ---- the agent
+
+
 def layer_init(layer, std=np.sqrt(2)):
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
@@ -211,6 +213,8 @@ class Agent(nn.Module):
 
 
 # ---- the stages of a round
+
+
 def rollout(agent, envs, next_obs, num_steps, rng, device="cpu"):
     """Collect one round with the agent's current policy, theta(k).
 
@@ -227,7 +231,7 @@ def rollout(agent, envs, next_obs, num_steps, rng, device="cpu"):
     for t in range(num_steps):
         actions[t], logprobs[t], values[t] = act(obs[t])
         obs[t + 1], rewards[t], terminations[t], truncations[t], infos = envs.step(actions[t])
-        for i in np.flatnonzero(infos.get("_final_info", ())):
+        for i in np.flatnonzero(infos["_final_info"]) if "_final_info" in infos else ():
             episode = infos["final_info"][STATISTICS]
             episodes.append((t, int(i), float(episode["r"][i]), int(episode["l"][i])))
             if not terminations[t, i]:  # a truncated episode goes on, only unseen
@@ -364,24 +368,22 @@ def update(agent, optimizer, batch, selection, args, generator):
 def evaluate(agent, envs, num_episodes, seed):
     """Returns [num_episodes] of episodes with sampled actions, in the list `envs`; all randomness from `seed`.
 
-    They are played side by side, each to its end before others begin, so that short ones get no favour. One that goes on after
-    EVAL_STEPS counts as it stands, and a line says so.
+    They are played side by side, each to its end before others begin, so that short ones get no favour. Without a time limit of
+    the environment, one that goes on after EVAL_STEPS counts as it stands, and a line says so.
     """
     rng = np.random.default_rng(seed)
     act, seeds, returns = agent.policy(rng), rng.integers(2**31, size=num_episodes).tolist(), []
     for begun in range(0, num_episodes, len(envs)):
         playing = [(env, env.reset(seed=s)[0]) for env, s in zip(envs, seeds[begun:])]
-        players, steps = [env for env, _ in playing], 0
-        while playing and steps < EVAL_STEPS:
+        steps, limit = 0, envs[0].spec.max_episode_steps or EVAL_STEPS
+        while playing and steps < limit:
             actions, _, _ = act(np.stack([obs for _, obs in playing]))
             after = [(env, *env.step(action)) for (env, _), action in zip(playing, actions)]
             playing = [(env, obs) for env, obs, _, terminated, truncated, _ in after if not (terminated or truncated)]
             steps += 1
         if playing:
-            print(
-                f"{len(playing)} evaluation episodes did not end in {EVAL_STEPS} steps: they count with their returns so far"
-            )
-        returns += [env.get_wrapper_attr("episode_returns") for env in players]
+            print(f"{len(playing)} evaluation episodes did not end in {limit} steps: they count with their returns so far")
+        returns += [env.get_wrapper_attr("episode_returns") for env in envs[: num_episodes - begun]]
     return np.array(returns, dtype=np.float64)
 
 
@@ -626,12 +628,13 @@ if __name__ == "__main__":
             optimizer.load_state_dict(checkpoint["optimizer"])
 
     writer = start_logging(args, run)
-    folder, snapshots, packages, videos = f"runs/{run.run_name}", snapshot_rounds(args), {}, set()
+    folder, snapshots, packages = f"runs/{run.run_name}", snapshot_rounds(args), {}
+    videos = set(Path(f"videos/{run.run_name}").rglob("*.mp4"))  # those that W&B has
     start_time, start_step, next_obs = time.time(), run.global_step, None
     if args.eval_episodes and not checkpoint:
         log_evaluation(writer, args, run, agent, eval_envs)
     while run.iteration < args.num_iterations:
-        k, times = run.iteration, [time.perf_counter()]
+        k = run.iteration
         rollout_rng, shuffle_rng, filter_rng = random_streams(args.seed, k)
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = (1 - k / args.num_iterations) * args.learning_rate
@@ -641,6 +644,7 @@ if __name__ == "__main__":
             next_obs, _ = envs.reset(seed=env_seed)
             played = []  # the actions since, so that a snapshot's round can be played again
 
+        times = [time.perf_counter()]
         batch, episodes, next_obs = rollout(agent, envs, next_obs, args.num_steps, rollout_rng, device)
         batch = {name: x.flatten(0, 1) for name, x in gae(batch, args.gamma, args.gae_lambda).items()}
         times.append(time.perf_counter())
@@ -673,7 +677,7 @@ if __name__ == "__main__":
         run.optimizer_steps += steps
         run.skipped_updates += steps == 0
         numbers = {f"losses/{name}": value for name, value in losses.items()}
-        numbers |= zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)[[0, 1, 3]])
+        numbers |= zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)[[0, 1, 3]])  # [2]: the snapshot
         numbers |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/round": k}
         numbers |= {"charts/optimizer_steps": run.optimizer_steps, "charts/skipped_updates": run.skipped_updates}
         numbers["charts/SPS"] = int((run.global_step - start_step) / (time.time() - start_time))
