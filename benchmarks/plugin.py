@@ -63,7 +63,9 @@ def apply(changes, source):
     """The source of a script, changed. Raises ValueError if a line to change is not there exactly once."""
     lines = source.splitlines()
     for old, new in changes:
-        at = [i for i, line in enumerate(lines) if (line.startswith("import gymnasium") if old is None else line.strip() == old)]
+        at = [
+            i for i, line in enumerate(lines) if (line.startswith("import gymnasium") if old is None else line.strip() == old)
+        ]
         at = at or [i for i, line in enumerate(lines) if old is None and line.startswith("import gym")]
         if len(at) != 1:
             raise ValueError(f"{len(at)} lines read {old or 'import gymnasium'!r}, not one")
@@ -187,7 +189,9 @@ def train(checkout, script, rounds):
         scores = return_influence(agent, logprob, advantages, minibatch_size=minibatch_size, inds=inds, **options)
         scored = time.perf_counter()
         n = len(scores)
-        records = torch.arange(n) if compared is None else torch.randperm(n, generator=torch.Generator().manual_seed(n))[:compared]
+        records = (
+            torch.arange(n) if compared is None else torch.randperm(n, generator=torch.Generator().manual_seed(n))[:compared]
+        )
         truth = loop(agent, logprob, advantages, minibatch_size, inds, records)
         error = ((scores[records] - truth).abs().max() / truth.abs().max()).item()
         measured.append((n, len(records), error, scored - start, scored - ended if ended else np.nan))

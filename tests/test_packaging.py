@@ -61,7 +61,9 @@ def test_the_wheel_is_the_module_alone(tmp_path):
         assert [name for name in archive.namelist() if ".dist-info/" not in name] == ["iif_core.py"]
         text = archive.read(f"ppo_iif-{PROJECT['version']}.dist-info/METADATA").decode()
     assert "Requires-Dist: torch>=2.6" in text and "Requires-Python: >=3.10" in text and "License-Expression: MIT" in text
-    code = "import iif_core, sys; assert iif_core.__file__.startswith(sys.argv[1]); print(iif_core.filter_bottom([-1.0, 1], 100))"
+    code = (
+        "import iif_core, sys; assert iif_core.__file__.startswith(sys.argv[1]); print(iif_core.filter_bottom([-1.0, 1], 100))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, str(wheel)], cwd=tmp_path, env={"PYTHONPATH": str(wheel)}, capture_output=True, text=True
     )

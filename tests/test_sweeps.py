@@ -55,7 +55,6 @@ def test_every_script_has_a_sweep():
     assert [path.stem for path in SWEEPS] == sorted(path.stem for path in ROOT.glob("ppo_iif*.py"))
 
 
-@pytest.mark.xfail(reason="the scripts' parser takes --flag=True soon")
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_the_agents_command_is_what_the_script_takes(path, monkeypatch, tmp_path):
     config = load_sweep_config(str(path))
@@ -72,7 +71,6 @@ def test_the_agents_command_is_what_the_script_takes(path, monkeypatch, tmp_path
         assert got == values and all(type(got[name]) in (type(value), float) for name, value in values.items())
 
 
-@pytest.mark.xfail(reason="the scripts' parser takes --flag=True soon")
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_booleans_as_a_sweep_passes_them(path, monkeypatch, tmp_path):
     script = importlib.import_module(path.stem)
@@ -131,7 +129,6 @@ def test_the_page_in_wandb_shows_every_panel_side_by_side():
     assert all(panel["xAxis"] == "global_step" for panel in panels if "metrics" in panel)
 
 
-@pytest.mark.xfail(reason="agreement is logged soon")
 def test_the_page_names_what_the_scripts_log():
     text = (ROOT / "ppo_iif.py").read_text() + (ROOT / "iif_core.py").read_text()
     for _, names, _ in workspace.PAGE:
