@@ -1,7 +1,7 @@
 """Every figure and table of the reproduction, from the CSVs in results/ alone: `python -m benchmarks.report [BLOCK ...]`.
 
 Draws results/SUITE/SUITE.png and writes each block of benchmarks/README.md between its markers, `<!-- report: BLOCK -->` and
-`<!-- end -->`. Works with what there is, and says of how many seeds it is. What the numbers mean: benchmarks/metrics.py.
+`<!-- end -->`. Works with what there is, and says of how many seeds it is. What the numbers mean: benchmarks/reproduce/metrics.py.
 """
 
 import re
@@ -14,21 +14,13 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from benchmarks import (
-    envpool_highway,
-    explain,
-    fixed_reference,
-    intervene,
-    learning,
-    local_check,
-    metrics,
-    rlhf,
-    scoring,
-    throughput,
-)
+from benchmarks.cost import scoring, throughput
+from benchmarks.explain import intervene, local_check, records
+from benchmarks.explain.snapshots import save_small
+from benchmarks.reproduce import fixed_reference, learning, metrics, rlhf
+from benchmarks.reproduce.suites import ENVIRONMENTS, SUITES, runs_of
 from benchmarks.run import RESULTS, ROOT, read_csv
-from benchmarks.snapshots import save_small
-from benchmarks.suites import ENVIRONMENTS, SUITES, runs_of
+from benchmarks.variants import envpool_highway
 
 README = ROOT / "benchmarks" / "README.md"
 COLOURS = {"influence": "C0", "none": "C1", "influence, signal": "C2", "random": "C3", "stable-baselines3": "C4"}
@@ -451,7 +443,7 @@ def suspects(results):
 def cost(results):
     """What was run, with which code, at what cost."""
     commands = {suite: (f"benchmarks.run {suite}", {run.name for run in runs_of(suite)}) for suite in SUITES}
-    commands[fixed_reference.SUITE] = ("benchmarks.fixed_reference", {run.name for run in fixed_reference.runs()})
+    commands[fixed_reference.SUITE] = ("benchmarks.reproduce.fixed_reference", {run.name for run in fixed_reference.runs()})
     rows, versions = [], Counter()
     for suite, (command, wanted) in commands.items():
         records = sorted(read_csv(results / suite / "runs.csv"), key=lambda record: record["finished"])
@@ -489,7 +481,7 @@ BLOCKS = {  # name: (its function, the suite that it shows)
     "throughput": (lambda results: throughput.table(results / "throughput.csv").strip(), None),
     "learning": (lambda results: learning.table(results / "learning"), None),
     "highway": (envpool_highway.table, None),
-    "diagnosis": (lambda results: explain.table(results / "explain"), None),
+    "diagnosis": (lambda results: records.table(results / "explain"), None),
     "interventions": (lambda results: intervene.table(results / "explain" / "interventions"), None),
     "local_check": (lambda results: local_check.table(results / "explain"), None),
 }

@@ -1,4 +1,4 @@
-"""Run a suite of benchmarks/suites.py: `python -m benchmarks.run fig6 --workers 2`.
+"""Run a suite of benchmarks/reproduce/suites.py: `python -m benchmarks.run fig6 --workers 2`.
 
 Every run is a training script in a process of its own, as it is, with one thread, in a folder of its own in
 results/SUITE/work/. Its results are results/SUITE/ENVIRONMENT_ARM_SEED.csv, one row a round (the last one: the policy after
@@ -31,7 +31,7 @@ from typing import Annotated, Literal
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from benchmarks.suites import SUITES, TIMED, options, runs_of
+from benchmarks.reproduce.suites import SUITES, TIMED, options, runs_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -16,7 +16,9 @@ import torch
 import tyro
 
 import ppo_iif
-from benchmarks import filters, fixed_reference, metrics, report, rlhf, run, suites
+from benchmarks import report, run
+from benchmarks.reproduce import fixed_reference, metrics, rlhf, suites
+from benchmarks.variants import filters
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -338,7 +340,7 @@ def test_td_error_by_hand():
 
 
 def test_filters_reach_the_scripts(tmp_path):
-    flags = "--env-id FrozenLake-v1 --num-steps 256 --total-timesteps 512 --filter benchmarks.filters:h2_12_5"
+    flags = "--env-id FrozenLake-v1 --num-steps 256 --total-timesteps 512 --filter benchmarks.variants.filters:h2_12_5"
     status, cpu = run.call([sys.executable, str(ROOT / "ppo_iif.py"), *flags.split()], tmp_path, tmp_path / "log.txt")
     assert status == 0 and cpu > 0
     (folder,) = (tmp_path / "runs").iterdir()
@@ -348,7 +350,7 @@ def test_filters_reach_the_scripts(tmp_path):
 def test_restarted_rounds_repeat_themselves(tmp_path):
     flags = "--env-id CartPole-v1 --num-steps 256 --total-timesteps 512 --learning-rate 1e-12 --seed 3 --filter none"
     episodes = {}
-    for script in ("benchmarks/restarted", "ppo_iif"):
+    for script in ("benchmarks/variants/restarted", "ppo_iif"):
         folder = tmp_path / Path(script).name
         folder.mkdir()
         assert run.call([sys.executable, str(ROOT / f"{script}.py"), *flags.split()], folder, folder / "log.txt")[0] == 0
@@ -356,7 +358,7 @@ def test_restarted_rounds_repeat_themselves(tmp_path):
         found = [line.split("=") for line in lines if line.startswith("global_step")]
         found = [(int(step.split(",")[0]), float(value)) for _, step, value in found]
         episodes[script] = [[(t - 256 * k, r) for t, r in found if 256 * k < t <= 256 * (k + 1)] for k in (0, 1)]
-    first, second = episodes["benchmarks/restarted"]
+    first, second = episodes["benchmarks/variants/restarted"]
     assert first and first == second == episodes["ppo_iif"][0] != episodes["ppo_iif"][1]
 
 

@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
-from benchmarks import run, suites
-from benchmarks.suites import Entry
+from benchmarks import run
+from benchmarks.reproduce import suites
+from benchmarks.reproduce.suites import Entry
 
 _, suite, results, workers, wait_for = sys.argv
 END = "--then go"

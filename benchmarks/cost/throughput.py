@@ -1,6 +1,6 @@
-"""How fast the training scripts are: `python -m benchmarks.throughput`.
+"""How fast the training scripts are: `python -m benchmarks.cost.throughput`.
 
-Each row of WORKLOADS is run as a plain CleanRL-shaped loop (benchmarks/plain_ppo.py), as its script with `--filter none`, and
+Each row of WORKLOADS is run as a plain CleanRL-shaped loop (benchmarks/cost/plain_ppo.py), as its script with `--filter none`, and
 with `--filter influence`: the same environment, hyper-parameters, logging and one torch thread, each in a process of its own,
 in turn, `--repeats` times. Seconds are those of whole rounds, evaluation off, the first WARMUP of each process left out
 (imports). Ratios are taken within a repeat, so that a machine whose speed drifts does not favour anyone; their median is
@@ -21,7 +21,7 @@ from statistics import median
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "throughput.csv"
 WARMUP = 2
 MUJOCO = "--norm-obs --norm-reward --max-grad-norm 0.5 --anneal-lr --clip-vloss --vf-coef 0.25"
@@ -54,7 +54,7 @@ def run_once(arm, script, arguments, rounds):
     arguments = [*arguments.split(), "--total-timesteps", str(rounds * batch_size), "--torch-threads", "1"]
     with tempfile.TemporaryDirectory() as folder:
         if arm == "plain":
-            command = [sys.executable, "-m", "benchmarks.plain_ppo", "runs", script, *arguments]
+            command = [sys.executable, "-m", "benchmarks.cost.plain_ppo", "runs", script, *arguments]
         else:
             command = [sys.executable, str(ROOT / f"{script}.py"), *arguments, "--filter", arm]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

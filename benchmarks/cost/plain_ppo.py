@@ -260,7 +260,7 @@ def train(envs, agent_class, args, writer):
 
 if (
     __name__ == "__main__"
-):  # python -m benchmarks.plain_ppo FOLDER SCRIPT [ARGS OF THE SCRIPT]: its environment and hyper-parameters
+):  # python -m benchmarks.cost.plain_ppo FOLDER SCRIPT [ARGS OF THE SCRIPT]: its environment and hyper-parameters
     folder, script, *sys.argv[1:] = sys.argv[1:]
     script = importlib.import_module(script)
     args, _ = script.parse_args()

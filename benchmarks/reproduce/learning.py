@@ -1,4 +1,4 @@
-"""Learning curves of the training scripts, one run of each arm: `python -m benchmarks.learning`.
+"""Learning curves of the training scripts, one run of each arm: `python -m benchmarks.reproduce.learning`.
 
 Runs what RUNS lists (in the folder runs/ here; a run that is finished is not run again, one that was killed goes on from its
 last checkpoint), writes one CSV a run and one picture a figure. `--plot` draws the pictures from the CSVs alone. One seed
@@ -37,7 +37,7 @@ RUNS = {  # figure: (script, arguments, {label of a curve: its arguments}, seeds
         MUJOCO + " --filter none",
         {
             "truncation bootstraps": "--env-id HalfCheetah-v5",
-            "truncation as termination": "--env-id benchmarks.envs:HalfCheetahTerminating-v5",
+            "truncation as termination": "--env-id benchmarks.variants.envs:HalfCheetahTerminating-v5",
         },
         (101, 102, 103),
     ),

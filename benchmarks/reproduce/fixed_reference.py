@@ -1,4 +1,4 @@
-"""Filtering against a fixed reference, one round at a time: `python -m benchmarks.fixed_reference`.
+"""Filtering against a fixed reference, one round at a time: `python -m benchmarks.reproduce.fixed_reference`.
 
 The authors' rebuttal: when records are scored against the rollout of a well-trained policy instead of the round itself,
 dropping the harmful ones still raises that target function, but not the return. For each seed: plain PPO trains an expert,
@@ -20,9 +20,9 @@ import torch
 import tyro
 
 import ppo_iif
-from benchmarks import metrics
+from benchmarks.reproduce import metrics
+from benchmarks.reproduce.suites import ENVIRONMENTS, FIRST_SEED, Run
 from benchmarks.run import RESULTS, code, now, read_csv, save
-from benchmarks.suites import ENVIRONMENTS, FIRST_SEED, Run
 from iif_core import filter_bottom, influence_scores, target_gradient
 
 SUITE = "fixed_reference"
@@ -101,7 +101,7 @@ def influence_on(reference, training, batch, generator):
 
 def runs(only=CHOSEN, seeds=SEEDS):
     table = [(seed, environment) for seed in seeds for environment in only]
-    script = "benchmarks/fixed_reference"
+    script = "benchmarks/reproduce/fixed_reference"
     return [Run(SUITE, e, "reference", seed, ENVIRONMENTS[e][2], script, f"--only {e} --seeds {seed}") for seed, e in table]
 
 
@@ -150,7 +150,7 @@ def block(results):
     """The Markdown of the README: means over the rounds, with 95% intervals over seeds."""
     data = load(results)
     if not data:
-        return f"Not yet run: `python -m benchmarks.{SUITE}`."
+        return f"Not yet run: `python -m benchmarks.reproduce.{SUITE}`."
     lines = [f"![Change by filtering one round](results/{SUITE}/{SUITE}.png)", ""]
     lines += ["*Without the records of negative influence, minus the whole round; mean and 95% interval over seeds.*", ""]
     lines += ["| records scored against | seeds | rounds in which the target rises | change of the return [95%] |"]

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import tyro
 
-from benchmarks import snapshots
-from benchmarks.filters import identical, mc_advantages
-from benchmarks.snapshots import pyplot, save_figure, spearman, write_csv
+from benchmarks.explain import snapshots
+from benchmarks.explain.snapshots import pyplot, save_figure, spearman, write_csv
+from benchmarks.variants.filters import identical, mc_advantages
 
 
 @dataclass
@@ -364,11 +364,11 @@ def main(args):
         draw_ranks(out / f"{name}_ranks.png", title, scores, advantages, a_true, rho)
 
 
-if __name__ == "__main__":
+def parse_args():
     args = tyro.cli(Args)
     for flag in ("trajectories", "records"):
         if getattr(args, flag) < 1:
             sys.exit(f"--{flag} must be at least 1, got {getattr(args, flag)}")
     if args.sample < 0 or args.sample == 1:
         sys.exit(f"--sample must be 0 (all) or at least 2, got {args.sample}")
-    main(args)
+    return args

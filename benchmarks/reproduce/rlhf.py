@@ -7,9 +7,9 @@ round more than there are. Rewards are those of the training's rollouts, as in F
 
 import numpy as np
 
-from benchmarks import metrics
+from benchmarks.reproduce import metrics
+from benchmarks.reproduce.suites import SUITES
 from benchmarks.run import RESULTS, read_csv
-from benchmarks.suites import SUITES
 
 SUITE = "rlhf"
 PAPER = {  # Table 6, seconds a round: generation, rewards and forward passes; influence; optimisation
@@ -107,7 +107,7 @@ def draw(results=RESULTS):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from benchmarks.snapshots import save_small
+    from benchmarks.explain.snapshots import save_small
 
     figure, axes = plt.subplots(1, len(PANELS), figsize=(3.7 * len(PANELS), 3), dpi=90, layout="constrained")
     for ax, (name, title) in zip(axes, PANELS):

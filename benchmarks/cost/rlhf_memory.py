@@ -1,6 +1,6 @@
 """The arithmetic by which the README estimates the memory of ppo_iif_rlhf.py, checked on its small model.
 
-    python -m benchmarks.rlhf_memory        (Linux with glibc, on the CPU; python ppo_iif_rlhf.py --prepare builds the model)
+    python -m benchmarks.cost.rlhf_memory        (Linux with glibc, on the CPU; python ppo_iif_rlhf.py --prepare builds the model)
 
 It writes results/rlhf_memory.csv, the table in the README.
 
@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 import ppo_iif_rlhf as rlhf
+from benchmarks.cost.scoring import allocator
 from benchmarks.run import RESULTS, read_csv, write_csv
-from benchmarks.scoring import allocator
 
 NAME = "rlhf_memory.csv"
 PARTS = ("sampling", "target", "scores", "update")
@@ -105,7 +105,7 @@ if __name__ == "__main__":
     rows = []
     for lora_r in (0, 16):
         for part in PARTS:
-            command = [sys.executable, "-m", "benchmarks.rlhf_memory", part, str(lora_r)]
+            command = [sys.executable, "-m", "benchmarks.cost.rlhf_memory", part, str(lora_r)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             predicted, measured = (f"{float(x):.0f}" for x in done.stdout.split()[-2:])
             what = "sampling 128 answers" if part == "sampling" else "gradient of the target" if part == "target" else part

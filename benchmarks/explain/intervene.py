@@ -1,4 +1,4 @@
-"""What dropping records in one round alone would have done: `python -m benchmarks.intervene RUN [RUN ...]`.
+"""What dropping records in one round alone would have done: `python -m benchmarks.explain.intervene RUN [RUN ...]`.
 
 For each saved round of each run (`--snapshot-rounds`), policies are trained from theta(k) with the script's own update, the
 optimizer's state and the stream of shuffles that the round had: on the whole round, without the records of negative influence,
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import tyro
 
-from benchmarks import snapshots
-from benchmarks.snapshots import pyplot, save_figure, write_csv
+from benchmarks.explain import snapshots
+from benchmarks.explain.snapshots import pyplot, save_figure, write_csv
 from iif_core import filter_bottom
 
 ARMS = ("whole round", "filtered", "random", "as far")

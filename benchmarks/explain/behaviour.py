@@ -1,4 +1,4 @@
-"""How an action at a state came about: `python -m benchmarks.behaviour RUN --state record:120 --action 1`.
+"""How an action at a state came about: `python -m benchmarks.explain.behaviour RUN --state record:120 --action 1`.
 
 For every saved round of a run (`--snapshot-rounds all --save-model`): the influence of its records on log pi(a|s), as the sum
 over the optimizer steps of the round's update, which is done once more for it; pi(a|s); and the roughness of the influence
@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import tyro
 
-from benchmarks import snapshots
-from benchmarks.snapshots import pyplot, save_figure, write_csv
+from benchmarks.explain import snapshots
+from benchmarks.explain.snapshots import pyplot, save_figure, write_csv
 from iif_core import action_influence
 
 

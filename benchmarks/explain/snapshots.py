@@ -1,9 +1,9 @@
 """Rounds that a training script saved with `--snapshot-rounds`, opened: what the commands that explain them share.
 
     python -m benchmarks.explain RUN --round 5        which records helped or hurt, and are their advantages wrong
-    python -m benchmarks.behaviour RUN --find         how an action at a state came about
-    python -m benchmarks.intervene RUN                what dropping records in one round alone would have done
-    python -m benchmarks.local_check RUN --round 5    how far a score predicts what dropping its record does
+    python -m benchmarks.explain.behaviour RUN --find         how an action at a state came about
+    python -m benchmarks.explain.intervene RUN                what dropping records in one round alone would have done
+    python -m benchmarks.explain.local_check RUN --round 5    how far a score predicts what dropping its record does
 
 RUN is a folder in runs/. All of them work on the CPU.
 """

@@ -1,4 +1,4 @@
-"""How far a score predicts what dropping its record does: `python -m benchmarks.local_check RUN --round 5`.
+"""How far a score predicts what dropping its record does: `python -m benchmarks.explain.local_check RUN --round 5`.
 
 One SGD step on (1/n) * sum of the kept records' policy losses, n the size of the round and the advantages normalised as
 before whatever is kept, moves the parameters by lr/n * sum of grad(-L_i). So without a set S of records f_return ends up, to
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 import tyro
 
-from benchmarks import snapshots
-from benchmarks.snapshots import pyplot, save_figure, write_csv
+from benchmarks.explain import snapshots
+from benchmarks.explain.snapshots import pyplot, save_figure, write_csv
 from iif_core import return_influence
 
 

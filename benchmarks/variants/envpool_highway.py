@@ -1,10 +1,10 @@
-"""highway-v0 at hundreds of times its speed: envpool's, as `--env-id benchmarks.envpool_highway:EnvpoolHighway-v0`.
+"""highway-v0 at hundreds of times its speed: envpool's, as `--env-id benchmarks.variants.envpool_highway:EnvpoolHighway-v0`.
 
 The two differ in one rule: where MOBIL would let another car change to either side, highway_env 1.12 sends it right (its loop
 goes on, and the last lane wins), envpool 1.2.5 left (it stops at the first). So this plays envpool's highway in the mirror: its
 lanes, the two lane actions and the side that the reward favours are swapped, and what it shows is highway-v0 again.
 
-`python -m benchmarks.envpool_highway` compares the two, in the paper's setting of 10 vehicles, and writes
+`python -m benchmarks.variants.envpool_highway` compares the two, in the paper's setting of 10 vehicles, and writes
 results/highway_twin_steps.csv: episodes from the same start with the same actions, step for step;
 results/highway_twin.csv: statistics of episodes of their own, and of starts, with a test of each.
 """
@@ -90,7 +90,7 @@ POLICIES = {
     "SLOWER": lambda rng: 4,
     "random lanes": lambda rng: int(rng.choice([0, 2])),
 }
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 FEATURES = [f"{name} {row}" for row in range(5) for name in ("presence", "x", "y", "vx", "vy")]
 
 
@@ -174,7 +174,7 @@ def compare(theirs, ours):
 
 
 def main(same=60, episodes=160, ours=2000, starts=3000):
-    from benchmarks.snapshots import write_csv
+    from benchmarks.explain.snapshots import write_csv
 
     env, twin = highway_env(), EnvpoolHighway(vehicles_count=10)
     env.reset(seed=1)

@@ -12,7 +12,7 @@ ROUND = 2048  # records, everywhere
 COMMON = "--no-cuda --num-envs 1 --num-steps 2048 --max-grad-norm 0 --eval-episodes"
 SGD = "--optimizer sgd --learning-rate 0.005"
 ADAM = "--optimizer adam --learning-rate"
-HIGHWAY = "--env-id benchmarks.envpool_highway:EnvpoolHighway-v0"  # highway-v0, hundreds of times as fast
+HIGHWAY = "--env-id benchmarks.variants.envpool_highway:EnvpoolHighway-v0"  # highway-v0, hundreds of times as fast
 ENVIRONMENTS = {  # name: (script, its arguments, rounds, percent of the negatives that the paper drops)
     "FrozenLake": (
         "ppo_iif",
@@ -102,7 +102,7 @@ def sb3(environment, seeds, extra=""):
     """stable-baselines3's own PPO, with the same arguments."""
     _, arguments, rounds, _ = ENVIRONMENTS[environment]
     arm = {"stable-baselines3": ""}
-    return Entry(environment, "benchmarks/sb3_ppo", f"{arguments} {extra}".strip(), rounds, arm, seeds)
+    return Entry(environment, "benchmarks/variants/sb3_ppo", f"{arguments} {extra}".strip(), rounds, arm, seeds)
 
 
 def adam(environment, learning_rate, clipped=True):
@@ -119,7 +119,10 @@ def suspects(environment, *kinds):
     flags = {"clipped": "--max-grad-norm 0.5", "100 episodes": "--eval-episodes 100"}
     own = {f"{arm}, {kind}": f"{rule} {flags[kind]}" for kind in kinds for arm, rule in table.items()}
     restarted = {f"{arm}, restarted": rule for arm, rule in table.items()}
-    return [entry(environment, *table, own=own), Entry(environment, "benchmarks/restarted", arguments, rounds, restarted)]
+    return [
+        entry(environment, *table, own=own),
+        Entry(environment, "benchmarks/variants/restarted", arguments, rounds, restarted),
+    ]
 
 
 def percents(environment):
@@ -141,12 +144,12 @@ def steps(environment, *factors):
 
 
 def rules(environment, *names):
-    """The filters of the paper's appendices B.4 and B.5, in benchmarks/filters.py, at the percent of influence."""
+    """The filters of the paper's appendices B.4 and B.5, in benchmarks/variants/filters.py, at the percent of influence."""
     suffix = f"{ENVIRONMENTS[environment][3]:g}".replace(".", "_")
     table = {
-        "H1": f"--filter benchmarks.filters:h1_{suffix} --filter-when always",
-        "H2": f"--filter benchmarks.filters:h2_{suffix} --filter-when always",
-        "TD error": "--filter benchmarks.filters:td_error --filter-when always",
+        "H1": f"--filter benchmarks.variants.filters:h1_{suffix} --filter-when always",
+        "H2": f"--filter benchmarks.variants.filters:h2_{suffix} --filter-when always",
+        "TD error": "--filter benchmarks.variants.filters:td_error --filter-when always",
     }
     return entry(environment, "influence", "none", "random", own={name: table[name] for name in names})
 

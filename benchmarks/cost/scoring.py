@@ -1,7 +1,7 @@
 """What influence scores cost, and how exact they are, beside the other ways to compute them.
 
-    python -m benchmarks.scoring            measure, print the tables, write results/scoring.csv
-    python -m benchmarks.scoring --table    print the tables of an earlier run
+    python -m benchmarks.cost.scoring            measure, print the tables, write results/scoring.csv
+    python -m benchmarks.cost.scoring --table    print the tables of an earlier run
 
 Time is a ratio to one ordinary forward+backward of PPO's policy loss over the same records in the same chunks (the gradient of
 the actor's parameters only), which is 1.00. All methods run in one process with one thread and take turns; ratios are taken
@@ -376,7 +376,7 @@ def measure(name, rounds):
     seconds, direction, rows = times(r, rounds), target(r, None, network.records), []
 
     def apart(*flags):
-        command = [sys.executable, "-m", "benchmarks.scoring", *flags]
+        command = [sys.executable, "-m", "benchmarks.cost.scoring", *flags]
         return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
     default = {part: np.array(x) for part, x in apart("--default-allocator", name, "--rounds", str(rounds)).items()}

@@ -1,0 +1,1 @@
+"""What only the suites run: other filters, other environments, other implementations of PPO. The scripts are in the root."""
