@@ -1,4 +1,4 @@
-"""Environments that only benchmarks need; `--env-id benchmarks.envs:NAME` registers them."""
+"""Environments that only benchmarks need; `--env-id benchmarks.variants.envs:NAME` registers them."""
 
 import gymnasium as gym
 

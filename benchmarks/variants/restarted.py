@@ -7,7 +7,7 @@ standard runs go on from round to round. Arguments and results are those of ppo_
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 AS_IS = "rollout(agent, envs, next_obs, args.num_steps, rollout_rng, device)"
 RESTARTED = "rollout(agent, envs, envs.reset(seed=args.seed)[0], args.num_steps, np.random.default_rng(derive_seed(args.seed, 0)), device)"
 
