@@ -35,7 +35,7 @@ class Args:
     # Algorithm specific arguments
     env_id: str = "CartPole-v1"
     """the id of the environment: vector observations, discrete actions"""
-    total_timesteps: int = 50_000
+    total_timesteps: int = 20_000
     """steps of the training environment, the fresh transitions not among them"""
     learning_rate: float = 1e-3
     """the learning rate of the optimizer, Adam"""
@@ -178,9 +178,10 @@ if __name__ == "__main__":
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    rng = np.random.default_rng(args.seed)
+    rng, filter_rng = np.random.default_rng([args.seed, 0]), np.random.default_rng([args.seed, 1])
 
-    # the fresh transitions come from an environment of their own, so that training's stream is the same in every arm
+    # the fresh transitions come from an environment of their own, and each random stream serves one purpose: until the first
+    # dropped record, every arm is the same run
     player, fresh_player = Player(args.env_id, args.seed), Player(args.env_id, args.seed + 10_000)
     q_network, target_network = QNetwork(player.env), QNetwork(player.env)
     target_network.load_state_dict(q_network.state_dict())
@@ -211,7 +212,7 @@ if __name__ == "__main__":
                 scores = score(q_network, target_network, transitions, fresh, args.gamma)
                 kept = filter_bottom(scores, args.filter_percent)
                 if args.filter == "random":
-                    kept = torch.from_numpy(rng.permutation(args.batch_size)[: len(kept)])
+                    kept = torch.from_numpy(filter_rng.permutation(args.batch_size)[: len(kept)])
             if len(kept):
                 loss = bellman_errors(q_network, target_network, tuple(x[kept] for x in transitions), args.gamma).mean()
                 optimizer.zero_grad()
