@@ -19,7 +19,9 @@ import torch.optim as optim
 import tyro
 from torch.utils.tensorboard import SummaryWriter
 
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # where iif_core.py is, unless it lies beside this file
+sys.path.append(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+)  # where iif_core.py is, unless it lies beside this file
 from iif_core import filter_bottom, influence_scores, log_influence, target_gradient  # noqa: E402
 
 
@@ -162,11 +164,20 @@ def evaluate(q_network, env_id, num_episodes, seed):
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    for name in ("total_timesteps", "batch_size", "train_frequency", "target_network_frequency", "fresh_size", "eval_episodes"):
+    for name in (
+        "total_timesteps",
+        "batch_size",
+        "train_frequency",
+        "target_network_frequency",
+        "fresh_size",
+        "eval_episodes",
+    ):
         if getattr(args, name) < 1:
             sys.exit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.learning_starts < args.fresh_frequency and args.filter != "none":
-        sys.exit(f"--learning-starts {args.learning_starts}: the first fresh set is played at step {args.fresh_frequency}; begin there")
+        sys.exit(
+            f"--learning-starts {args.learning_starts}: the first fresh set is played at step {args.fresh_frequency}; begin there"
+        )
     if not 0 <= args.filter_percent <= 100:
         sys.exit(f"--filter-percent must lie in [0, 100], got {args.filter_percent}")
     torch.set_num_threads(args.torch_threads)

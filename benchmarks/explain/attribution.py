@@ -151,7 +151,8 @@ def agreement(agent, batch):
     """Cosine of f_return's gradients over the first and the second half of the round in time."""
     halves = [{name: x[part] for name, x in batch.items()} for part in torch.arange(len(batch["obs"])).tensor_split(2)]
     a, b = (
-        torch.cat([v.flatten() for v in target_gradient(agent, lambda: methods.f_return(half)(agent)).values()]) for half in halves
+        torch.cat([v.flatten() for v in target_gradient(agent, lambda: methods.f_return(half)(agent)).values()])
+        for half in halves
     )
     return torch.nn.functional.cosine_similarity(a, b, dim=0).item()
 
@@ -235,7 +236,9 @@ def plot(folder):
                 x = values(mine, name, column)
                 if x:
                     ax.scatter(x, [i + 0.22 * (j - 1)] * len(x), s=7, color=colour, alpha=0.45, lw=0)
-                    ax.scatter([np.mean(x)], [i + 0.22 * (j - 1)], s=42, marker="|", color=colour, label=label if i == 0 else None)
+                    ax.scatter(
+                        [np.mean(x)], [i + 0.22 * (j - 1)], s=42, marker="|", color=colour, label=label if i == 0 else None
+                    )
         ax.axvline(0, color="black", lw=0.7)
         ax.set(yticks=range(len(names)), yticklabels=names, xlim=(-1.05, 1.05), title=env.rpartition(":")[2])
         ax.spines[["top", "right"]].set_visible(False)

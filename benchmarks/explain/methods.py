@@ -173,9 +173,7 @@ class Update:
 
     def record_losses(self, t, parameters):
         obs, actions, logprobs, returns, values = self.columns[t]
-        return functional_call(
-            self.losses, parameters, (obs, actions, logprobs, self.normalized[t], returns, values)
-        )
+        return functional_call(self.losses, parameters, (obs, actions, logprobs, self.normalized[t], returns, values))
 
     def step(self, t, state, weights):
         """The state after step t, from the one before it and the weights [|B|] of its minibatch."""

@@ -1,7 +1,6 @@
 """DQN with influence-based filtering against plain DQN: `python -m benchmarks.variants.dqn`.
 
-Arms of examples/dqn_iif.py, at its defaults: plain, influence, random (as many dropped), all with as many training steps; and plain
-with as many more steps as the fresh transitions of influence cost. Writes results/dqn/runs.csv, one row an evaluation; runs that
+Arms of examples/dqn_iif.py: plain, influence, random (as many dropped), all with as many training steps; and plain with as many more steps as the fresh transitions of influence cost. Writes results/dqn/runs.csv, one row an evaluation; runs that
 are in it are not done again. --table prints Markdown, --plot draws results/dqn/dqn.png.
 """
 
@@ -20,32 +19,33 @@ from benchmarks.explain.snapshots import pyplot, save_small, write_csv
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "dqn"
-STEPS, SEEDS = 20_000, range(101, 106)
-MORE = 39 * 128  # fresh sets at the steps 1000, 1500, ..., 20000
-ARMS = {
-    "plain": f"--filter none --total-timesteps {STEPS}",
-    "plain, as many more steps": f"--filter none --total-timesteps {STEPS + MORE}",
-    "influence": f"--filter influence --total-timesteps {STEPS}",
-    "random": f"--filter random --total-timesteps {STEPS}",
-}
+SEEDS = range(101, 106)
+STEPS = {"CartPole-v1": 20_000, "Acrobot-v1": 50_000}  # of the training environment
+ARMS = {"plain": "none", "plain, as many more steps": "none", "influence": "influence", "random": "random"}
 COLUMNS = ("env", "arm", "seed", "training_steps", "environment_steps", "eval_return")
 LINE = re.compile(r"global_step=(\d+), environment_steps=(\d+), eval_return=(\S+)")
 
 
 @dataclass
 class Args:
-    envs: tuple[str, ...] = ("CartPole-v1", "Acrobot-v1")
-    """ids of the environments"""
+    envs: tuple[str, ...] = tuple(STEPS)
+    """which of the environments"""
     table: bool = False
     """print the table of what is there"""
     plot: bool = False
     """draw the picture of what is there"""
 
 
+def steps_of(env, arm):
+    """Training steps of a run; a fresh set of 128 is played at the steps 1000, 1500, ..."""
+    return STEPS[env] + (128 * ((STEPS[env] - 1000) // 500 + 1) if "more" in arm else 0)
+
+
 def curve(env, arm, seed, folder):
     """Rows of one run."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(ROOT / "examples" / "dqn_iif.py"), "--env-id", env, "--seed", str(seed), *ARMS[arm].split()]
+    flags = f"--env-id {env} --seed {seed} --filter {ARMS[arm]} --total-timesteps {steps_of(env, arm)}"
+    command = [sys.executable, str(ROOT / "examples" / "dqn_iif.py"), *flags.split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{env}, {arm}, seed {seed} failed: {(done.stderr.strip().splitlines() or [''])[-1]}")
@@ -80,7 +80,15 @@ def results(rows):
             else:
                 gain = interval([np.mean(found["influence"][s]) - np.mean(runs[s]) for s in both]) if len(both) > 1 else ""
             lines.append([env, arm, steps[arm], len(runs), *cells, gain])
-    header = ["environment", "arm", "environment steps", "seeds", "mean of ten evaluations", "last evaluation", "influence minus it"]
+    header = [
+        "environment",
+        "arm",
+        "environment steps",
+        "seeds",
+        "mean of ten evaluations",
+        "last evaluation",
+        "influence minus it",
+    ]
     lines = [header, ["---", "---", *["--:"] * 5], *lines]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
