@@ -8,7 +8,6 @@ it.
 """
 
 import contextlib
-import csv
 import datetime
 import fcntl
 import hashlib
@@ -31,10 +30,10 @@ from typing import Annotated, Literal
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from benchmarks.reproduce.suites import SUITES, TIMED, options, runs_of
+from benchmarks.files import RESULTS, ROOT, read_csv, write_csv
+from benchmarks.reproduce.entries import options
+from benchmarks.reproduce.suites import SUITES
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 TRIAL = ROOT / "benchmarks" / "trial"
 COLUMNS = (
     "suite environment arm percent optimizer seed round global_step return episodes records_kept negative_fraction"
@@ -229,20 +228,6 @@ def run_on_ray(runs, results, on_round):
 # ---- results
 
 
-def read_csv(path):
-    return list(csv.DictReader(open(path))) if path.exists() else []
-
-
-def write_csv(path, columns, rows):
-    """Write a CSV whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.tmp", "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(rows)
-    os.replace(f"{path}.tmp", path)
-
-
 def columns_of(run):
     return [*COLUMNS, *dict(run.columns)]
 
@@ -286,7 +271,7 @@ def to_do(queue, results):
         if record and data.exists():
             if key(record["command"]) != key(run.command):
                 sys.exit(f"{data} is of another command than the suite's: remove it, or choose other --results")
-        elif key(run.command) in finished and run.suite not in TIMED:
+        elif key(run.command) in finished and not SUITES[run.suite].timed:
             source, record = finished[key(run.command)]
             rows = [{**row, "suite": run.suite, "environment": run.environment, "arm": run.arm} for row in read_csv(source)]
             reused = {"run": run.name, "cpu_seconds": 0, "reused_from": f"{source.parent.name}/{source.stem}"}
@@ -305,15 +290,15 @@ def main(args):
         if value is not None and value < 1:
             sys.exit(f"{name} must be at least 1, got {value}")
     for name, chosen, known in (
-        ("--only", args.only, {e.environment for e in SUITES[args.suite]}),
-        ("--filter", args.filter, {arm for e in SUITES[args.suite] for arm in e.arms}),
+        ("--only", args.only, {e.environment for e in SUITES[args.suite].entries}),
+        ("--filter", args.filter, {arm for e in SUITES[args.suite].entries for arm in e.arms}),
     ):
         if set(chosen) - known:
             sys.exit(f"{name} {(set(chosen) - known).pop()}: {args.suite} has {'; '.join(sorted(known))}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     results = args.results or (TRIAL if args.rounds else RESULTS)
-    queue = runs_of(args.suite, args.seeds, args.only, args.filter, args.rounds)
+    queue = SUITES[args.suite].runs(args.seeds, args.only, args.filter, args.rounds)
     rest = to_do(queue, results)
     done, failed, rounds = len(queue) - len(rest), [], Counter()
     print(f"{args.suite}: {done} of {len(queue)} runs are finished", flush=True)

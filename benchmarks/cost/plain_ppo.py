@@ -258,9 +258,8 @@ def train(envs, agent_class, args, writer):
     return seconds
 
 
-if (
-    __name__ == "__main__"
-):  # python -m benchmarks.cost.plain_ppo FOLDER SCRIPT [ARGS OF THE SCRIPT]: its environment and hyper-parameters
+# python -m benchmarks.cost.plain_ppo FOLDER SCRIPT [ARGUMENTS OF THE SCRIPT]: its environment and hyper-parameters
+if __name__ == "__main__":
     folder, script, *sys.argv[1:] = sys.argv[1:]
     script = importlib.import_module(script)
     args, _ = script.parse_args()

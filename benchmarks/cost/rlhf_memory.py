@@ -2,7 +2,7 @@
 
     python -m benchmarks.cost.rlhf_memory        (Linux with glibc, on the CPU; python ppo_iif_rlhf.py --prepare builds the model)
 
-It writes results/rlhf_memory.csv, the table in the README.
+It writes results/cost/rlhf_memory.csv, the table in docs/language-models.md.
 
 Predicted: sampling keeps keys and values; the gradient of the target and an update keep what autograd saves for their records
 (weights are not counted), the gradient of the logits, a gradient for each trainable weight and, for the update, Adam's two
@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 import ppo_iif_rlhf as rlhf
+from benchmarks import files
 from benchmarks.cost.scoring import allocator
-from benchmarks.run import RESULTS, read_csv, write_csv
 
-NAME = "rlhf_memory.csv"
+RESULTS = files.RESULTS / "cost" / "rlhf_memory.csv"
 PARTS = ("sampling", "target", "scores", "update")
 
 
@@ -92,10 +92,10 @@ def measure(part, lora_r, chunk):
     return predicted / 1e6, (status("VmHWM") - before) / 1e6
 
 
-def table(results=RESULTS):
-    """Markdown, as in the README."""
-    rows = ["| {weights} | {part} | {predicted_mb} | {measured_mb} |".format(**row) for row in read_csv(results / NAME)]
-    return "\n".join(["| weights trained | part | predicted, MB | measured, MB |\n|---|---|---|---|", *rows])
+def table():
+    """Markdown, as in docs/language-models.md."""
+    rows = [list(row.values()) for row in files.read_csv(RESULTS)]
+    return files.table(["weights trained", "part", "predicted, MB", "measured, MB"], rows, left=2)
 
 
 if __name__ == "__main__":
@@ -110,5 +110,5 @@ if __name__ == "__main__":
             predicted, measured = (f"{float(x):.0f}" for x in done.stdout.split()[-2:])
             what = "sampling 128 answers" if part == "sampling" else "gradient of the target" if part == "target" else part
             rows.append(["LoRA" if lora_r else "all", what, predicted, measured])
-    write_csv(RESULTS / NAME, ["weights", "part", "predicted_mb", "measured_mb"], rows)
+    files.write_csv(RESULTS, ["weights", "part", "predicted_mb", "measured_mb"], rows)
     print(table())

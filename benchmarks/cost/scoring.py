@@ -1,6 +1,6 @@
 """What influence scores cost, and how exact they are, beside the other ways to compute them.
 
-    python -m benchmarks.cost.scoring            measure, print the tables, write results/scoring.csv
+    python -m benchmarks.cost.scoring            measure, print the tables, write results/cost/scoring.csv
     python -m benchmarks.cost.scoring --table    print the tables of an earlier run
 
 Time is a ratio to one ordinary forward+backward of PPO's policy loss over the same records in the same chunks (the gradient of
@@ -19,7 +19,6 @@ layer, which has gain 1 as if it had learned something (at a fresh policy's 0.01
 actions drawn from the policy; advantages that depend on state, action and chance.
 """
 
-import csv
 import ctypes
 import gc
 import json
@@ -39,13 +38,14 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import iif_core
+from benchmarks import files
 
 
 @dataclass
 class Args:
     rounds: int = 7
     """rounds of turns, over which the median is taken"""
-    output: Path = Path("benchmarks/results/scoring.csv")
+    output: Path = files.RESULTS / "cost" / "scoring.csv"
     """the CSV to write (with --table: to read)"""
     table: bool = False
     """print the tables of the CSV as markdown and measure nothing"""
@@ -399,29 +399,24 @@ def measure(name, rounds):
 # ---- the tables
 
 
-def table(csv_path):
+def table(path):
     """The CSV as markdown, a table for each network. In parentheses: how many records were scored, where not all."""
-    lines = []
-    with open(csv_path, newline="") as file:
-        for row in csv.DictReader(file):
-            if row["method"] == METHODS["yardstick"][0]:
-                size = f"{row['records']} records in " + (f"chunks of {row['chunk']}" if row["chunk"] else "one piece")
-                lines += ["", f"**{row['network']}**, {size}, 1.00 = {float(row['cpu_ms']):.1f} ms", ""]
-                lines += [
-                    "| method | time | time, default allocator | memory | memory, MB | max. relative error | Spearman | wrong signs |"
-                ]
-                lines += ["|---|--:|--:|--:|--:|--:|--:|--:|"]
+    networks = {}
+    for row in files.read_csv(path):
+        networks.setdefault(row["network"], []).append(row)
+    header = "method|time|time, default allocator|memory|memory, MB|max. relative error|Spearman|wrong signs".split("|")
+    formats = {"time_ratio_median": ".2f", "default_allocator_time_ratio": ".2f", "memory_ratio": ".2f", "memory_mb": ".1f"}
+    formats |= {"max_relative_error": ".0e", "spearman": ".4f", "sign_flips": ".2%"}
+    parts = []
+    for network, rows in networks.items():
+        first, lines = rows[0], []
+        size = f"{first['records']} records in " + (f"chunks of {first['chunk']}" if first["chunk"] else "one piece")
+        for row in rows:
             few = "" if row["records"] == row["round_records"] else f" ({row['records']})"
-            formats = {
-                "time_ratio_median": ".2f",
-                "default_allocator_time_ratio": ".2f",
-                "memory_ratio": ".2f",
-                "memory_mb": ".1f",
-            }
-            formats |= {"max_relative_error": ".0e", "spearman": ".4f", "sign_flips": ".2%"}
             cells = [format(float(row[name]), how) if row[name] else "" for name, how in formats.items()]
-            lines.append(" | ".join(["| " + row["method"] + few, *cells]) + " |")
-    return "\n".join(lines[1:])
+            lines.append([row["method"] + few, *cells])
+        parts += [f"**{network}**, {size}, 1.00 = {float(first['cpu_ms']):.1f} ms", files.table(header, lines)]
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":
@@ -438,9 +433,7 @@ if __name__ == "__main__":
     else:
         allocator(keep=True)
         rows = [row for name in NETWORKS for row in measure(name, args.rounds)]
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.output, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(max(rows, key=len)), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+        columns = list(max(rows, key=len))
+        lines = [[f"{x:.5g}" if isinstance(x := row.get(c), float) else x for c in columns] for row in rows]
+        files.write_csv(args.output, columns, lines)
         print(table(args.output))

@@ -8,7 +8,6 @@ reported. Scoring is given as a share of the `none` arm's update, and the peak m
 `none` arm's.
 """
 
-import csv
 import json
 import os
 import subprocess
@@ -21,8 +20,10 @@ from statistics import median
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "throughput.csv"
+from benchmarks import files
+from benchmarks.files import ROOT
+
+RESULTS = files.RESULTS / "cost" / "throughput.csv"
 WARMUP = 2
 MUJOCO = "--norm-obs --norm-reward --max-grad-norm 0.5 --anneal-lr --clip-vloss --vf-coef 0.25"
 WORKLOADS = {  # name: script, its arguments, rounds
@@ -82,28 +83,24 @@ def run_once(arm, script, arguments, rounds):
 def table(path=RESULTS):
     """The table as Markdown, from the CSV alone."""
     rows = {}
-    for row in csv.DictReader(open(path)):
+    for row in files.read_csv(path):
         rows.setdefault(row["workload"], {}).setdefault(row["arm"], []).append(row)
 
     def ratio(a, column_a, b, column_b):
         return median(float(x[column_a]) / float(y[column_b]) for x, y in zip(a, b))
 
-    lines = [
-        "| workload | steps/s: plain loop | `none` | IIF | `none` / plain | IIF / `none`, time of a round"
-        " | rollout / scoring / update of IIF, ms | scoring / update of `none` | peak RSS of `none`, MB | IIF / `none`, RSS |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for workload, arms in rows.items():
         plain, none, iif = arms["plain"], arms["none"], arms["influence"]
         speed = [f"{median(float(r['steps_per_second']) for r in arm):.0f}" for arm in (plain, none, iif)]
         split = " / ".join(f"{1e3 * median(float(r[k]) for r in iif):.0f}" for k in ("rollout", "scoring", "update"))
-        lines.append(
-            f"| {workload} | {' | '.join(speed)} | {ratio(plain, 'seconds_per_round', none, 'seconds_per_round'):.2f}"
-            f" | {ratio(iif, 'seconds_per_round', none, 'seconds_per_round'):.3f} | {split}"
-            f" | {ratio(iif, 'scoring', none, 'update'):.2f} | {median(float(r['peak_rss_mb']) for r in none):.0f}"
-            f" | {ratio(iif, 'peak_rss_mb', none, 'peak_rss_mb'):.2f} |"
-        )
-    return "\n".join(lines)
+        cells = [f"{ratio(plain, 'seconds_per_round', none, 'seconds_per_round'):.2f}"]
+        cells += [f"{ratio(iif, 'seconds_per_round', none, 'seconds_per_round'):.3f}", split]
+        cells += [f"{ratio(iif, 'scoring', none, 'update'):.2f}", f"{median(float(r['peak_rss_mb']) for r in none):.0f}"]
+        lines.append([workload, *speed, *cells, f"{ratio(iif, 'peak_rss_mb', none, 'peak_rss_mb'):.2f}"])
+    header = "workload|steps/s: plain loop|`none`|IIF|`none` / plain|IIF / `none`, time of a round|rollout / scoring / update of IIF, ms"
+    header += "|scoring / update of `none`|peak RSS of `none`, MB|IIF / `none`, RSS"
+    return files.table(header.split("|"), lines)
 
 
 if __name__ == "__main__":
@@ -113,8 +110,8 @@ if __name__ == "__main__":
         sys.exit(f"--only {unknown.pop()}: not one of {', '.join(WORKLOADS)}")
     if not args.table:
         kept = []  # workloads that this call does not run keep the rows they have
-        if args.only and args.output.exists():
-            kept = [row for row in csv.DictReader(open(args.output)) if row["workload"] not in args.only]
+        if args.only:
+            kept = [row for row in files.read_csv(args.output) if row["workload"] not in args.only]
         rows = []
         for workload in args.only or WORKLOADS:
             for repeat in range(args.repeats):
@@ -122,9 +119,6 @@ if __name__ == "__main__":
                     row = {"workload": workload, "arm": arm, "repeat": repeat, **run_once(arm, *WORKLOADS[workload])}
                     rows.append({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
                     print({k: rows[-1][k] for k in ("workload", "arm", "repeat", "steps_per_second")}, flush=True)
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.output, "w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(sorted(kept + rows, key=lambda row: list(WORKLOADS).index(row["workload"])))
+        rows = sorted(kept + rows, key=lambda row: list(WORKLOADS).index(row["workload"]))
+        files.write_csv(args.output, COLUMNS, [[row.get(column) for column in COLUMNS] for row in rows])
     print(table(args.output))

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 import tyro
 
+from benchmarks import files
 from benchmarks.explain import snapshots
-from benchmarks.explain.snapshots import pyplot, save_figure, write_csv
+from benchmarks.explain.snapshots import save_figure, write_csv
 from iif_core import action_influence
 
 
@@ -180,7 +181,7 @@ def find(args, saved, snapshot, out):
 
 
 def plot(path, title, rows):
-    plt = pyplot()
+    plt = files.pyplot()
     columns = {name: np.array([row[i] for row in rows]) for i, name in enumerate(COLUMNS)}
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.6), dpi=110)
     for ax, left, right in ((axes[0], "probability", "roughness"), (axes[1], "association", "distance")):

@@ -8,7 +8,6 @@ seeds. Writes one row a policy (CSV, RUN/explain/interventions.csv; rounds that 
 runs, of the change in return against the whole round: the paper's section 4.3, figures 5 and 11.
 """
 
-import csv
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ import numpy as np
 import torch
 import tyro
 
+from benchmarks import files
 from benchmarks.explain import snapshots
-from benchmarks.explain.snapshots import pyplot, save_figure, write_csv
+from benchmarks.explain.snapshots import save_figure, write_csv
 from iif_core import filter_bottom
 
 ARMS = ("whole round", "filtered", "random", "as far")
@@ -103,7 +103,7 @@ def suffix(percent):
 
 def plot(rows, folder, percent):
     """Box plots of the change in return over the runs of an environment, against the round: one picture an environment."""
-    plt = pyplot()
+    plt = files.pyplot()
     for env in dict.fromkeys(row["env"] for row in rows):
         returns = {(r["run"], int(r["round"]), r["arm"]): float(r["return"]) for r in rows if r["env"] == env and r["return"]}
         runs, ks = sorted({run for run, _, _ in returns}), sorted({k for _, k, _ in returns})
@@ -133,12 +133,9 @@ def plot(rows, folder, percent):
 
 def table(folder):
     """Markdown, from the CSVs in a folder: the change in return over the rounds and runs of each environment."""
-    lines = [
-        "| environment | runs | update | rounds | median change | mean change of each run | rounds with a gain | KL, median ratio |"
-    ]
-    lines += ["|---|--:|---|--:|--:|---|--:|--:|"]
+    lines = []
     for path in sorted(folder.glob("interventions*.csv")):
-        rows = [row for row in csv.DictReader(open(path)) if row["return"]]
+        rows = [row for row in files.read_csv(path) if row["return"]]
         names = labels(float(path.stem.partition("_")[2] or 100))
         whole, filtered, random, far = ARMS
         for env in dict.fromkeys(row["env"] for row in rows):
@@ -161,9 +158,10 @@ def table(folder):
                 if change:
                     x = np.array(list(change.values()))
                     means = ", ".join(mean_and_error([change[k] for k in change if k[0] == run]) for run in runs)
-                    cells = [env, len(runs), label, len(x), f"{np.median(x):+.3g}", means, f"{np.mean(x > 0):.0%}"]
-                    lines.append("| " + " | ".join(map(str, [*cells, f"{np.median(ratio):.2g}"])) + " |")
-    return "\n".join(lines)
+                    cells = [env, label, len(runs), len(x), f"{np.median(x):+.3g}", means, f"{np.mean(x > 0):.0%}"]
+                    lines.append([*cells, f"{np.median(ratio):.2g}"])
+    header = "environment|update|runs|rounds|median change|mean change of each run|rounds with a gain|KL, median ratio"
+    return files.table(header.split("|"), lines, left=2)
 
 
 def mean_and_error(x):
@@ -179,7 +177,7 @@ def main(args):
     if args.plot and not path.exists():
         sys.exit(f"--plot: there is no {path}")
     folder.mkdir(parents=True, exist_ok=True)
-    rows = list(csv.DictReader(open(path))) if path.exists() else []
+    rows = files.read_csv(path) if path.exists() else []
     for run in todo:
         for k in todo[run]:
             mine = [r for r in rows if r["run"] == Path(run).name and r["round"] == str(k)]

@@ -12,7 +12,6 @@ their minibatches' sums. There predicted(S) is the sum, over the minibatches so 
 of its records in S. The value loss and Adam have no part in it. Writes RUN/explain/round_00000K_local.csv and .png.
 """
 
-import csv
 import sys
 from dataclasses import dataclass
 
@@ -20,8 +19,9 @@ import numpy as np
 import torch
 import tyro
 
+from benchmarks import files
 from benchmarks.explain import snapshots
-from benchmarks.explain.snapshots import pyplot, save_figure, write_csv
+from benchmarks.explain.snapshots import save_figure, write_csv
 from iif_core import return_influence
 
 
@@ -138,7 +138,7 @@ def random_sets(n, size, number, seed=0):
 
 
 def plot(path, title, scatter, rows):
-    plt = pyplot()
+    plt = files.pyplot()
     fig, axes = plt.subplots(1, 3, figsize=(13, 3.7), dpi=110)
     lr, predicted, measured = scatter
     ends = [min(predicted.min(), measured.min()), max(predicted.max(), measured.max())]
@@ -168,22 +168,18 @@ def plot(path, title, scatter, rows):
 
 def table(folder):
     """Markdown, from every CSV in the folders FOLDER/RUN/: the slope of a single step and the correlation along the update."""
-    lines = [
-        "| run | round | learning rate | one step: slope | correlation | steps of the update | slope after them | correlation |"
-    ]
-    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|"]
+    lines = []
     for path in sorted(folder.glob("*/round_*_local.csv")):
-        rows = list(csv.DictReader(open(path)))
+        rows = files.read_csv(path)
         for one in (row for row in rows if row["step_on"] == "round"):
             along = [r for r in rows if r["step_on"] == "minibatches" and r["learning_rate"] == one["learning_rate"]]
             end = (
                 [along[-1]["steps"], *(f"{float(along[-1][c]):.3f}" for c in ("slope", "correlation"))] if along else [""] * 3
             )
             cells = [path.parent.name.replace("_", " "), int(path.name.split("_")[1]), f"{float(one['learning_rate']):.0e}"]
-            lines.append(
-                "| " + " | ".join(map(str, [*cells, *(f"{float(one[c]):.4f}" for c in ("slope", "correlation")), *end])) + " |"
-            )
-    return "\n".join(lines)
+            lines.append([*cells, *(f"{float(one[c]):.4f}" for c in ("slope", "correlation")), *end])
+    header = "run|round|learning rate|one step: slope|correlation|steps of the update|slope after them|correlation"
+    return files.table(header.split("|"), lines)
 
 
 def main(args):

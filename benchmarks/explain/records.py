@@ -9,7 +9,6 @@ A_true is the true advantage, estimated by Monte Carlo: from the returns in the 
 """
 
 import copy
-import csv
 import sys
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,8 +17,9 @@ import numpy as np
 import torch
 import tyro
 
+from benchmarks import files
 from benchmarks.explain import snapshots
-from benchmarks.explain.snapshots import pyplot, save_figure, spearman, write_csv
+from benchmarks.explain.snapshots import save_figure, spearman, write_csv
 from benchmarks.variants.filters import identical, mc_advantages
 
 
@@ -138,7 +138,7 @@ SHEET, SHEET_COLUMNS = 18, 6  # frames of each side, and how many of them in a r
 
 def draw_ranks(path, title, scores, advantages, a_true, rho):
     """Rank by decreasing influence against |A_true - A| and A_true * A (figure 3 c, d)."""
-    plt = pyplot()
+    plt = files.pyplot()
     order = np.argsort(-scores, kind="stable")
     rank = np.arange(1, len(order) + 1)
     a, b = advantages[order], a_true[order]
@@ -171,7 +171,7 @@ def draw_grid(path, title, background, places, actions, advantages, sides):
     """
     from matplotlib.patches import FancyArrowPatch
 
-    plt = pyplot()
+    plt = files.pyplot()
     fig, axes = plt.subplots(1, len(sides), figsize=(5 * len(sides), 5.2), dpi=110)
     for ax, (side, records) in zip(axes, sides.items()):
         ax.imshow(
@@ -218,7 +218,7 @@ def frozen_lake_background(desc):
 
 def draw_sheet(path, title, frames, sides, caption):
     """A contact sheet of frames {record: picture}, one block of them for each side."""
-    plt = pyplot()
+    plt = files.pyplot()
     shown = {side: [r for r in records if r in frames] for side, records in sides.items()}
     rows = max(-(-len(records) // SHEET_COLUMNS) for records in shown.values())
     fig = plt.figure(figsize=(1.7 * SHEET_COLUMNS * len(shown), 2.1 * rows + 0.9), dpi=110, layout="constrained")
@@ -284,19 +284,18 @@ def look(snapshot, wanted, render):
 
 def table(folder):
     """Markdown: the rank correlations of every ranks CSV in the folders FOLDER/RUN[_replay]/."""
-    lines = [
-        "| run | round | A_true from | records | rank and abs(A_true - A) | rank and A_true * A |",
-        "|---|--:|---|--:|--:|--:|",
-    ]
+    lines = []
     for path in sorted(folder.glob("*/round_*_ranks.csv")):
-        rows = [[float(row[c]) for c in ("rank", "advantage", "a_true")] for row in csv.DictReader(open(path))]
+        rows = [[float(row[c]) for c in ("rank", "advantage", "a_true")] for row in files.read_csv(path)]
         rank, advantage, a_true = np.array(rows).T
         run, source = path.parent.name.replace("_", " "), "buffer"
         if run.endswith(" replay"):
             run, source = run.removesuffix(" replay"), "simulator"
         rho = spearman(rank, np.abs(a_true - advantage)), spearman(rank, a_true * advantage)
-        lines.append(f"| {run} | {int(path.name.split('_')[1])} | {source} | {len(rank)} | {rho[0]:+.2f} | {rho[1]:+.2f} |")
-    return "\n".join(lines)
+        lines.append([run, source, int(path.name.split("_")[1]), len(rank), *(f"{x:+.2f}" for x in rho)])
+    return files.table(
+        ["run", "A_true from", "round", "records", "rank and abs(A_true - A)", "rank and A_true * A"], lines, left=2
+    )
 
 
 def main(args):

@@ -1,19 +1,9 @@
-"""Rounds that a training script saved with `--snapshot-rounds`, opened: what the commands that explain them share.
-
-    python -m benchmarks.explain RUN --round 5        which records helped or hurt, and are their advantages wrong
-    python -m benchmarks.explain.behaviour RUN --find         how an action at a state came about
-    python -m benchmarks.explain.intervene RUN                what dropping records in one round alone would have done
-    python -m benchmarks.explain.local_check RUN --round 5    how far a score predicts what dropping its record does
-
-RUN is a folder in runs/. All of them work on the CPU.
-"""
+"""Rounds that a training script saved with `--snapshot-rounds`, opened: what the commands of this room share. On the CPU."""
 
 import copy
-import csv
 import importlib
 import importlib.metadata
 import json
-import os
 import re
 import sys
 from collections import deque
@@ -26,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks import files
 from iif_core import _ranks
 
 SCRIPTS = ("ppo_iif.py", "ppo_iif_continuous.py", "ppo_iif_minigrid.py", "ppo_iif_atari.py")
@@ -239,32 +230,11 @@ def folder(run, out):
 
 
 def write_csv(path, columns, rows, quiet=False):
-    with open(f"{path}.tmp", "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows([f"{x:.7g}" if isinstance(x, float) else x for x in row] for row in rows)
-    os.replace(f"{path}.tmp", path)
+    files.write_csv(path, columns, rows)
     if not quiet:
         print(f"written to {path}", flush=True)
 
 
-def save_small(fig, path):
-    """A PNG of 128 colours, a third of the size."""
-    from PIL import Image
-
-    fig.savefig(path)
-    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
-
-
 def save_figure(fig, path):
-    save_small(fig, path)
+    files.save_small(fig, path)
     print(f"written to {path}", flush=True)
-
-
-def pyplot():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt

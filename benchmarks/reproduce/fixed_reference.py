@@ -20,9 +20,11 @@ import torch
 import tyro
 
 import ppo_iif
-from benchmarks.reproduce import metrics
-from benchmarks.reproduce.suites import ENVIRONMENTS, FIRST_SEED, Run
-from benchmarks.run import RESULTS, code, now, read_csv, save
+from benchmarks.files import RESULTS, pyplot, read_csv, save_small, table
+from benchmarks.reproduce import metrics, pages
+from benchmarks.reproduce.entries import FIRST_SEED, Run
+from benchmarks.reproduce.suites import ENVIRONMENTS
+from benchmarks.run import code, now, save
 from iif_core import filter_bottom, influence_scores, target_gradient
 
 SUITE = "fixed_reference"
@@ -146,30 +148,26 @@ def load(results):
     return {e: {name: np.array(x).transpose(1, 0, 2) for name, x in found.items()} for e, found in data.items()}
 
 
-def block(results):
-    """The Markdown of the README: means over the rounds, with 95% intervals over seeds."""
+def body(results):
+    """The Markdown of its page: what was run, and means over the rounds, with 95% intervals over seeds."""
     data = load(results)
     if not data:
-        return f"Not yet run: `python -m benchmarks.reproduce.{SUITE}`."
-    lines = [f"![Change by filtering one round](results/{SUITE}/{SUITE}.png)", ""]
-    lines += ["*Without the records of negative influence, minus the whole round; mean and 95% interval over seeds.*", ""]
-    lines += ["| records scored against | seeds | rounds in which the target rises | change of the return [95%] |"]
-    lines += ["|---|--:|--:|--:|"]
+        return "Not yet run."
+    rows = []
     for environment, found in data.items():
         for name, (of_target, of_return) in found.items():
-            mean, _, half = metrics.t_interval(of_return.mean(1))
-            cells = [f"{environment}, {'the round itself' if name == 'own' else 'the fixed reference'}", len(of_target)]
-            cells += [f"{100 * (of_target > 0).mean():.0f}%", f"{mean:.3g} [{mean - half:.3g}, {mean + half:.3g}]"]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+            scored = "the round itself" if name == "own" else "the fixed reference"
+            gain = pages.interval(of_return.mean(1), 3 if environment == "FrozenLake" else 1)
+            rows.append([f"{environment}, {scored}", len(of_target), f"{100 * (of_target > 0).mean():.0f}%", gain])
+    header = ["records scored against", "seeds", "rounds in which the target rises", "change of the return [95%]"]
+    text = "*Without the records of negative influence, minus the whole round; mean and 95% interval over seeds.*"
+    image = f"![Change by filtering one round]({SUITE}.png)"
+    made = pages.made(SUITE, {run.name for run in runs()}, results)
+    return "\n\n".join(filter(None, [made, image, text, table(header, rows)]))
 
 
 def draw(results):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     data = load(results)
     figure, axes = plt.subplots(2, len(data), figsize=(4 * len(data), 4.6), dpi=90, squeeze=False, sharex="col")
     for column, (environment, found) in zip(axes.T, data.items()):
@@ -187,7 +185,7 @@ def draw(results):
         column[1].set_xlabel("round k", fontsize=9)
     axes[0, 0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
-    figure.savefig(results / SUITE / f"{SUITE}.png")
+    save_small(figure, results / SUITE / f"{SUITE}.png")
     plt.close(figure)
 
 

@@ -5,16 +5,17 @@ last checkpoint), writes one CSV a run and one picture a figure. `--plot` draws 
 shows that a script learns, and nothing about which arm is better.
 """
 
-import csv
 import sys
 from dataclasses import dataclass
 
 import numpy as np
 import tyro
 
-from benchmarks.run import ROOT, call, read_scalars
+from benchmarks import files
+from benchmarks.files import ROOT, pyplot, read_csv, save_small
+from benchmarks.run import call, read_scalars
 
-RESULTS = ROOT / "benchmarks" / "results" / "learning"
+RESULTS = files.RESULTS / "learning"
 MUJOCO = "--total-timesteps 1000000 --norm-obs --norm-reward --max-grad-norm 0.5 --anneal-lr --clip-vloss --vf-coef 0.25"
 ARMS = {"influence": "--filter influence", "none": "--filter none"}
 RUNS = {  # figure: (script, arguments, {label of a curve: its arguments}, seeds)
@@ -96,33 +97,29 @@ def write_csv(folder, figure, label, seed):
     for stage in ("rollout", "scoring", "update"):
         for step, value in scalars[f"time/{stage}"]:
             seconds[step] += value
-    with open(RESULTS / f"{name_of(figure, label, seed)}.csv", "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*COLUMNS, *LOSSES])
-        for k, (begin, end) in enumerate(zip([0, *ends], ends)):
-            returns = [value for step, value in scalars["charts/episodic_return"] if begin < step <= end]
-            row = [evaluations.get(begin), np.mean(returns) if returns else None, len(returns), kept.get(end, end - begin)]
-            row = [f"{x:.6g}" if isinstance(x, float) else x for x in row]
-            did = [f"{column[end]:.4g}" if end in column else None for column in losses]
-            writer.writerow([figure, label, seed, k, begin, *row, f"{seconds[end]:.4f}", *did])
-        if end in evaluations:  # of the policy after the last round
-            writer.writerow([figure, label, seed, k + 1, end, f"{evaluations[end]:.6g}", None, 0, *[None] * 5])
+    rows = []
+    for k, (begin, end) in enumerate(zip([0, *ends], ends)):
+        returns = [value for step, value in scalars["charts/episodic_return"] if begin < step <= end]
+        row = [evaluations.get(begin), np.mean(returns) if returns else None, len(returns), kept.get(end, end - begin)]
+        row = [f"{x:.6g}" if isinstance(x, float) else x for x in row]
+        did = [f"{column[end]:.4g}" if end in column else None for column in losses]
+        rows.append([figure, label, seed, k, begin, *row, f"{seconds[end]:.4f}", *did])
+    if end in evaluations:  # of the policy after the last round
+        rows.append([figure, label, seed, k + 1, end, f"{evaluations[end]:.6g}", None, 0, *[None] * 5])
+    files.write_csv(RESULTS / f"{name_of(figure, label, seed)}.csv", [*COLUMNS, *LOSSES], rows)
 
 
 def plot(figure):
     """Return against steps: evaluations of theta(k) where there are any, else the mean training return of the last ten
     rounds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     _, _, labels, _ = RUNS[figure]
     fig, ax = plt.subplots(figsize=(5, 3.2), dpi=110)
     for colour, label in enumerate(labels):
         for i, path in enumerate(sorted(RESULTS.glob(f"{name_of(figure, label, '*')}.csv"))):
-            rows = list(csv.DictReader(open(path)))
+            rows = read_csv(path)
             column = "eval_return" if rows[0]["eval_return"] else "training_return"
             x = np.array([float(r["global_step"]) for r in rows if r[column]])
             y = np.array([float(r[column]) for r in rows if r[column]])
@@ -135,19 +132,18 @@ def plot(figure):
     ax.legend(frameon=False, fontsize=8)
     ax.spines[["top", "right"]].set_visible(False)
     fig.tight_layout()
-    fig.savefig(RESULTS / f"{figure}.png")
+    save_small(fig, RESULTS / f"{figure}.png")
     plt.close(fig)
 
 
 def table(folder=RESULTS):
     """Mean return of the last hundred training episodes of each run, CleanRL's measure (here up to whole rounds), and means
     over all rounds of how far the policy moved in an update and of its entropy, as Markdown."""
-    lines = ["| figure | curve | seed | steps | last 100 training episodes | approx_kl | clipfrac | entropy |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    lines = []
     for figure, (_, _, labels, _) in RUNS.items():
         for label in labels:
             for path in sorted(folder.glob(f"{name_of(figure, label, '*')}.csv")):
-                rows = [row for row in csv.DictReader(open(path)) if row["seconds"]]
+                rows = [row for row in read_csv(path) if row["seconds"]]
                 total, episodes = 0.0, 0
                 for row in reversed(rows):
                     if row["training_return"] and episodes < 100:
@@ -158,8 +154,10 @@ def table(folder=RESULTS):
                     np.mean([float(row[name]) for row in rows if row[name]]) if name in rows[0] else None for name in LOSSES
                 ]
                 cells = [f"{total / episodes:.2f}", *("" if x is None else f"{x:.3g}" for x in means)]
-                lines.append("| " + " | ".join(map(str, [figure, label, rows[0]["seed"], steps, *cells])) + " |")
-    return "\n".join(lines)
+                lines.append([figure, label, rows[0]["seed"], steps, *cells])
+    return files.table(
+        "figure|curve|seed|steps|last 100 training episodes|approx_kl|clipfrac|entropy".split("|"), lines, left=2
+    )
 
 
 if __name__ == "__main__":

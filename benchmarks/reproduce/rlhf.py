@@ -1,4 +1,4 @@
-"""The suite `rlhf`, shown as the paper shows its own: Figures 7 and 16, Table 6. For benchmarks/report.py.
+"""The suite `rlhf`: its arms, and its page, which shows them as the paper shows its own (Figures 7 and 16, Table 6).
 
 The level that counts is the standard run's final one: the mean reward of its last five rounds. A run of the same seed reaches
 it in the first round up to which the mean of the last five (or fewer) rewards is as high; a level never reached counts as one
@@ -7,24 +7,30 @@ round more than there are. Rewards are those of the training's rollouts, as in F
 
 import numpy as np
 
+from benchmarks.files import pyplot, read_csv, save_small, table
 from benchmarks.reproduce import metrics
-from benchmarks.reproduce.suites import SUITES
-from benchmarks.run import RESULTS, read_csv
+from benchmarks.reproduce.entries import Entry, Suite
+from benchmarks.reproduce.pages import interval, mean_and_error
 
-SUITE = "rlhf"
 PAPER = {  # Table 6, seconds a round: generation, rewards and forward passes; influence; optimisation
     "influence": (1.71 + 1.03, 2.15, 40.39),
     "none": (1.59 + 0.99, 0.0, 85.56),
 }
 PAPER_REACHED = ("32.8 ± 1.5", "16.8 ± 1.3")  # percent of the rounds, and of the run time, to the standard run's final level
 PANELS = (("reward", "training reward"), ("return", "reward on held-out prompts"), ("held_out", "second classifier, held out"))
+COLUMNS = {  # of the results: what the script logs for them
+    "reward": "rlhf/reward",
+    "kl": "rlhf/kl",
+    "response_length": "rlhf/response_length",
+    "held_out": "eval/classifier",
+}
 
 
-def load(results=RESULTS):
+def load(suite, results):
     """{arm: {seed: its rows}} of what is finished, in the order of the suite's table."""
-    (entry,) = SUITES[SUITE]
+    (entry,) = suite.entries
     data = {arm: {} for arm in entry.arms}
-    for path in sorted((results / SUITE).glob("*.csv")):
+    for path in sorted((results / suite.name).glob("*.csv")):
         if path.name != "runs.csv":
             rows = read_csv(path)
             data.setdefault(rows[0]["arm"], {})[int(rows[0]["seed"])] = rows
@@ -54,12 +60,7 @@ def reached(arm, rows, standard):
     return 100 * m / len(all_of_standard), 100 * seconds / all_of_standard.sum()
 
 
-def block(results=RESULTS):
-    from benchmarks.report import interval, mean_and_error, picture, table
-
-    data = load(results)
-    if not data:
-        return f"Not yet run: `python -m benchmarks.run {SUITE}`."
+def tables(data):
     rows = []
     for arm, runs in data.items():
         both = [reached(arm, mine, data["none"][seed]) for seed, mine in runs.items() if seed in data.get("none", {})]
@@ -90,28 +91,15 @@ def block(results=RESULTS):
             texts = [f"{text} ({x:.2f})" for text, x in zip(texts, paper)]
         times.append([arm, *texts])
     stages_header = ["seconds a round (the paper's, on an A100)", "rollout", "scoring", "update", "all", "to none"]
-    return "\n\n".join(
-        [
-            picture(SUITE, "Reward and held-out measures against rounds"),
-            "*Mean and standard error over seeds. Rewards of training are trailing means of five rounds.*",
-            "Final values are means of the last five rounds; all are mean ± SE over seeds.",
-            table(header, rows),
-            table(stages_header, times),
-        ]
-    )
+    text = "Final values are means of the last five rounds; all are mean ± SE over seeds."
+    return [text, table(header, rows), table(stages_header, times)]
 
 
-def draw(results=RESULTS):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from benchmarks.explain.snapshots import save_small
-
+def draw(suite, results):
+    plt = pyplot()
     figure, axes = plt.subplots(1, len(PANELS), figsize=(3.7 * len(PANELS), 3), dpi=90, layout="constrained")
     for ax, (name, title) in zip(axes, PANELS):
-        for i, (arm, runs) in enumerate(load(results).items()):
+        for i, (arm, runs) in enumerate(suite.load(results).items()):
             curves = [column(rows, name) for rows in runs.values()]
             curves = np.array([metrics.smooth(c) if name == "reward" else c for c in curves])
             mean, error, _ = np.array([metrics.t_interval(values) for values in curves.T]).T
@@ -123,5 +111,44 @@ def draw(results=RESULTS):
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=8)
     figure.supxlabel("round k", fontsize=9)
-    save_small(figure, results / SUITE / f"{SUITE}.png")
+    save_small(figure, results / suite.name / f"{suite.name}.png")
     plt.close(figure)
+
+
+SUITE = Suite(
+    "rlhf",
+    "Language models",
+    "Does filtering save rounds when a language model is fine-tuned? The paper's Figures 7 and 16 and Table 6, in the small. A GPT of two"
+    " layers learns to praise films (the paper: gpt-neo-2.7B with LoRA learns to be less toxic), 60 rounds of 128 prompts, minibatches"
+    " of 4. `influence`: f_seq, all records of negative influence on the round itself are dropped; `influence, return`: f_return;"
+    " `fresh`: influence on 128 fresh answers, as the authors' scripts, so that no record counts for itself; `random`: as many dropped"
+    " at random; `reward`: as many, half of them of the highest rewards and half of the lowest. The model is built once: `python"
+    " ppo_iif_rlhf.py --prepare`.",
+    [
+        Entry(
+            "reviews",
+            "ppo_iif_rlhf",
+            "--no-cuda --optimizer adam --learning-rate 0.0001 --batch-size 128 --minibatch-size 4 --eval-prompts 128"
+            " --eval-model-name tiny",
+            60,
+            {
+                "influence": "--filter influence --filter-percent 100 --target seq",
+                "influence, return": "--filter influence --filter-percent 100 --target return",
+                "influence, fresh": "--filter influence --filter-percent 100 --target seq --validation-prompts 128",
+                "random, fresh": "--filter random --filter-percent 100 --target seq --validation-prompts 128",
+                "none": "--filter none",
+                "random": "--filter random --filter-percent 100 --target seq",
+                "reward": "--filter reward --filter-percent 100 --target seq",
+            },
+            seeds=3,
+            records=128,
+            returns="eval/reward",
+            columns=tuple(COLUMNS.items()),
+        )
+    ],
+    tables,
+    caption="Mean and standard error over seeds. Rewards of training are trailing means of five rounds.",
+    timed=True,
+    read=load,
+    picture=draw,
+)

@@ -1,14 +1,15 @@
-"""What is run, as one table: SUITES, in the order of their importance.
+"""What is run, as one table: SUITES, at the end of this file. An entry says what a suite asks, what it runs and how its page shows
+it; `python -m benchmarks.run NAME` and `python -m benchmarks.report NAME` do the rest. A new suite is a new entry.
 
 Settings are those of the paper's appendix A.2, with the rounds of its figures and, per environment, the percent that its
 authors picked as best (appendix B.6). All arms of an entry have the same arguments, seeds, initial weights and first rollout.
 """
 
-import shlex
-from dataclasses import dataclass
+from benchmarks.reproduce import pages, rlhf
+from benchmarks.reproduce.entries import Entry, Suite
+from benchmarks.reproduce.pages import NOTHING_DONE
+from benchmarks.reproduce.paper import PAPER
 
-FIRST_SEED = 101
-ROUND = 2048  # records, everywhere
 COMMON = "--no-cuda --num-envs 1 --num-steps 2048 --max-grad-norm 0 --eval-episodes"
 SGD = "--optimizer sgd --learning-rate 0.005"
 ADAM = "--optimizer adam --learning-rate"
@@ -26,56 +27,9 @@ ENVIRONMENTS = {  # name: (script, its arguments, rounds, percent of the negativ
     "LunarLander": ("ppo_iif", f"--env-id LunarLander-v3 {SGD} {COMMON} 20", 100, 12.5),
     "BipedalWalker": ("ppo_iif_continuous", f"--env-id BipedalWalker-v3 {ADAM} 0.0003 {COMMON} 10", 150, 6.25),
 }
-# A small language model, made to write of films with a lexicon's favour. It is built once: python ppo_iif_rlhf.py --prepare
-RLHF = (
-    "--no-cuda --optimizer adam --learning-rate 0.0001 --batch-size 128 --minibatch-size 4 --eval-prompts 128"
-    " --eval-model-name tiny"
-)
-RLHF_COLUMNS = {
-    "reward": "rlhf/reward",
-    "kl": "rlhf/kl",
-    "response_length": "rlhf/response_length",
-    "held_out": "eval/classifier",
-}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Runs on one environment: every arm with every seed."""
-
-    environment: str
-    script: str
-    arguments: str
-    rounds: int
-    arms: dict[str, str]  # name: its own arguments
-    seeds: int = 5
-    records: int = ROUND  # a round
-    returns: str = "eval/episodic_return"  # what the script logs as the return of theta(k)
-    columns: tuple[tuple[str, str], ...] = ()  # more columns of the results, and what the script logs for them
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run."""
-
-    suite: str
-    environment: str
-    arm: str
-    seed: int
-    rounds: int
-    script: str
-    arguments: str
-    returns: str = "eval/episodic_return"
-    columns: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def name(self):
-        words = "".join(c if c.isalnum() or c == "." else " " for c in f"{self.environment} {self.arm}").split()
-        return f"{words[0]}_{'-'.join(words[1:])}_{self.seed}"
-
-    @property
-    def command(self):
-        return f"python {self.script}.py {self.arguments}"
+# ---- entries
 
 
 def arms(percent, *names):
@@ -154,110 +108,178 @@ def rules(environment, *names):
     return entry(environment, "influence", "none", "random", own={name: table[name] for name in names})
 
 
+# ---- what is compared with what
+
+RATES = [f"lr x {factor}" for factor in (1, 4, 16)]
 FOUR = ("influence", "influence, signal", "none", "random")
-SUITES = {
-    # Is plain PPO, the arm `none`, right? Against another implementation at the same settings.
-    "baseline": [e for name, n in (("Acrobot", 20), ("LunarLander", 5)) for e in (entry(name, "none", seeds=n), sb3(name, n))],
-    # Figure 6, Tables 4 and 5
-    "fig6": [
-        entry("FrozenLake", *FOUR),
-        entry("Acrobot", *FOUR),
-        entry("MiniGrid", *FOUR),
-        entry("LunarLander", *FOUR),
-        entry("BipedalWalker", *FOUR),
-        entry("Highway", *FOUR),
-    ],
-    # Table 3, Figure 15
-    "adam": [
-        adam("MiniGrid", 0.0003),
-        adam("LunarLander", 0.001),
-        adam("FrozenLake", 0.0003, clipped=False),
-        sb3("MiniGrid", 3, f"{ADAM} 0.0003"),
-    ],
-    # How many runs never get going?
-    "stalled": [
-        entry("Acrobot", "influence", "influence, signal", "none", seeds=20),
-        *(
-            entry(name, "influence", "influence, signal", "none", seeds=10)
-            for name in ("FrozenLake", "MiniGrid", "LunarLander")
-        ),
-    ],
-    # Table 2, Figure 14
-    "percent": [percents(name) for name in ("FrozenLake", "Acrobot", "MiniGrid", "LunarLander")],
-    # Figures 12 and 13
-    "filters": [
-        rules("FrozenLake", "H1", "H2", "TD error"),
-        rules("MiniGrid", "H1", "H2"),
-        rules("LunarLander", "TD error"),
-    ],
-    # Not in the paper: a filtered round also moves the policy further. (16 times the rate breaks both arms in their first round
-    # on Acrobot and LunarLander.)
-    "learning_rate": [
-        steps("FrozenLake", 1, 4, 16),
-        steps("Acrobot", 1, 4),
-        steps("MiniGrid", 1, 4, 16),
-        steps("LunarLander", 1, 4),
-    ],
-    # MiniGrid's symbols divided by 10, not by 255
-    "minigrid_scale": [entry("MiniGrid", "influence", "none", extra="--obs-scale 10")],
-    # Why do ours differ from the paper's?
-    "suspects": [
-        *suspects("LunarLander", "clipped"),
-        *suspects("Acrobot", "clipped", "100 episodes"),
-        *suspects("Highway", "100 episodes"),
-    ],
-    # Figures 7 and 16, Table 6
-    "rlhf": [
-        Entry(
-            "reviews",
-            "ppo_iif_rlhf",
-            RLHF,
-            60,
-            {
-                "influence": "--filter influence --filter-percent 100 --target seq",
-                "influence, return": "--filter influence --filter-percent 100 --target return",
-                # on fresh answers, as the authors' scripts: no record counts in the target, and so for itself
-                "influence, fresh": "--filter influence --filter-percent 100 --target seq --validation-prompts 128",
-                "random, fresh": "--filter random --filter-percent 100 --target seq --validation-prompts 128",
-                "none": "--filter none",
-                "random": "--filter random --filter-percent 100 --target seq",
-                "reward": "--filter reward --filter-percent 100 --target seq",
-            },
-            seeds=3,
-            records=128,
-            returns="eval/reward",
-            columns=tuple(RLHF_COLUMNS.items()),
-        )
-    ],
+CLIPPED = {"influence, clipped against none, clipped": ("influence, clipped", "none, clipped")}
+AGAINST_PERCENT = {
+    **{f"{p}% against none": (p, "none") for p in ("6.25", "12.5", "25", "50", "100")},
+    "random at the paper's percent against none": ("random", "none"),
+    **NOTHING_DONE,
 }
-# Their run times are compared between arms, which must have run side by side: nothing is taken over from another suite.
-TIMED = ("fig6", "adam", "rlhf")
+AGAINST_RULES = {
+    **{f"{arm} against none": (arm, "none") for arm in ("influence", "H1", "H2", "TD error", "random")},
+    "influence against random": ("influence", "random"),
+    **NOTHING_DONE,
+}
+AGAINST_SUSPECTS = {
+    "influence against none": ("influence", "none"),
+    "influence, restarted against none, as the authors": ("influence, restarted", "none"),
+    "influence, restarted against none, restarted": ("influence, restarted", "none, restarted"),
+    "none, restarted against none": ("none, restarted", "none"),
+    **CLIPPED,
+    "none, clipped against none": ("none, clipped", "none"),
+    "influence against none, both with 100 episodes": ("influence, 100 episodes", "none, 100 episodes"),
+    **NOTHING_DONE,
+    "none against none of other seeds, 100 episodes": ("none, 100 episodes", "none, 100 episodes"),
+}
 
 
-def runs_of(suite, seeds=None, only=(), names=(), rounds=None):
-    """The runs of a suite in their order: seed by seed, so that a suite that is cut short has whole seeds, and the arms of one
-    environment next to each other. `seeds` and `rounds` override the table; `only` and `names` choose environments and arms.
-    """
-    queue = []
-    for position, e in enumerate(SUITES[suite]):
-        for seed in range(FIRST_SEED, FIRST_SEED + (seeds or e.seeds)):
-            for arm, own in e.arms.items():
-                if (not only or e.environment in only) and (not names or arm in names):
-                    number = rounds or e.rounds
-                    flags = (e.arguments, own, f"--total-timesteps {number * e.records} --seed {seed}")
-                    arguments = " ".join(filter(None, flags))
-                    run = Run(suite, e.environment, arm, seed, number, e.script, arguments, e.returns, e.columns)
-                    queue.append(((seed, position), run))
-    return [run for _, run in sorted(queue, key=lambda pair: pair[0])]
+# ---- the table
 
-
-def options(arguments):
-    """{option: its values} of a command line. Of an option given twice, the last counts, as for the scripts."""
-    found, option = {}, None
-    for word in shlex.split(arguments):
-        if word.startswith("--"):
-            option = word
-            found[option] = []
-        else:
-            found[option].append(word)
-    return {option: " ".join(values) for option, values in found.items()}
+SUITES = [
+    Suite(
+        "fig6",
+        "Figure 6: influence, none, random",
+        "Does filtering learn faster than plain PPO, and than dropping as many records at random? The paper's Figure 6 and Tables 4"
+        " and 5, in its settings.",
+        [entry(name, *FOUR) for name in ("FrozenLake", "Acrobot", "MiniGrid", "LunarLander", "BipedalWalker", "Highway")],
+        lambda data: [
+            f"Percent of the negative records dropped: {', '.join(f'{e} {ENVIRONMENTS[e][3]:g}' for e in data)}. The authors picked it"
+            " as the best for each environment; it is theirs here, not picked again.",
+            "## Rounds and time saved (Figure 6b)",
+            pages.efficiency_table(data, paper=PAPER["fig6"]),
+            "The same on smoothed curves (trailing mean of five rounds):",
+            pages.efficiency_table(data, smoothed=True),
+            "Levels of the standard run that the other never reaches (they count as one round more than there are):",
+            pages.missed_table(data),
+            "## Return (Table 4)",
+            pages.returns_table(data),
+            pages.final_gains(data),
+            pages.aggregates(data),
+            "## Run time (Table 5)",
+            pages.runtime_table(data),
+        ],
+        timed=True,
+    ),
+    Suite(
+        "stalled",
+        "Runs that stall",
+        "How many runs never get going, with the paper's rule and with `signal`? More seeds of Figure 6. A run is stalled if more than"
+        " half of the evaluations of theta(1), theta(2), ... have a normalised score below 0.05 (Acrobot: below -479; FrozenLake:"
+        " 0.05; MiniGrid: 0.0475; LunarLander: -180), and stalled at the end if its final return has.",
+        [
+            entry("Acrobot", "influence", "influence, signal", "none", seeds=20),
+            *(
+                entry(name, "influence", "influence, signal", "none", seeds=10)
+                for name in ("FrozenLake", "MiniGrid", "LunarLander")
+            ),
+        ],
+        lambda data: [
+            pages.stalled_table(data),
+            pages.returns_table(data),
+            pages.efficiency_table(data, paper=PAPER["fig6"], names=("SE_ave", "SE_peak")),
+        ],
+        caption="One line a run, as many seeds as the table says.",
+        each_run=True,
+    ),
+    Suite(
+        "learning_rate",
+        "Larger steps",
+        "A round without its negative records moves the policy several times as far as the whole round does. How does influence"
+        " compare with plain PPO when both may take larger steps: the paper's SGD rate, 4 and (where that does not break both arms in"
+        " their first round) 16 times that? Not in the paper.",
+        [steps("FrozenLake", 1, 4, 16), steps("Acrobot", 1, 4), steps("MiniGrid", 1, 4, 16), steps("LunarLander", 1, 4)],
+        lambda data: [
+            pages.returns_table(
+                data,
+                {f"influence, {rate} against none, {rate}": (f"influence, {rate}", f"none, {rate}") for rate in RATES}
+                | {"influence, lr x 1 against none, lr x 4": ("influence, lr x 1", "none, lr x 4")},
+            )
+        ],
+    ),
+    Suite(
+        "adam",
+        "Adam instead of SGD",
+        "Is the gain there with Adam? The paper's Table 3 and Figure 15; FrozenLake, of sparse reward, is ours. `clipped`: gradients"
+        " clipped at a norm of 0.5, which the paper's text has, and its code has not.",
+        [
+            adam("MiniGrid", 0.0003),
+            adam("LunarLander", 0.001),
+            adam("FrozenLake", 0.0003, clipped=False),
+            sb3("MiniGrid", 3, f"{ADAM} 0.0003"),
+        ],
+        lambda data: [
+            pages.returns_table(data, {**pages.AGAINST, **CLIPPED}),
+            pages.efficiency_table(data, {**pages.AGAINST, **CLIPPED}, paper=PAPER["adam"]),
+            "The same on smoothed curves:",
+            pages.efficiency_table(data, {**pages.AGAINST, **CLIPPED}, smoothed=True),
+        ],
+        timed=True,
+    ),
+    Suite(
+        "percent",
+        "How many of the negative records to drop",
+        "The paper's Table 2 (three seeds) and Figure 14.",
+        [percents(name) for name in ("FrozenLake", "Acrobot", "MiniGrid", "LunarLander")],
+        lambda data: [
+            pages.efficiency_table(data, AGAINST_PERCENT, beside=PAPER["percent"], names=("SE_ave", "SE_peak")),
+            pages.returns_table(data, AGAINST_PERCENT),
+        ],
+    ),
+    Suite(
+        "filters",
+        "Other filters",
+        "Do heuristics on the advantages, or weights by the TD error, do as well? The paper's appendices B.4 and B.5, Figures 12 and"
+        " 13. H1 and H2: of the records whose advantage differs in sign from its Monte-Carlo estimate, drop those where the two are"
+        " furthest apart, or with the most negative product, as many percent of them as influence drops of the negative scores (the"
+        " paper does not say how many). TD error: every record is drawn with a weight of 1 / rank(|TD error|) to the power of 0.6.",
+        [
+            rules("FrozenLake", "H1", "H2", "TD error"),
+            rules("MiniGrid", "H1", "H2"),
+            rules("LunarLander", "TD error"),
+        ],
+        lambda data: [
+            pages.efficiency_table(data, AGAINST_RULES, names=("SE_ave", "SE_peak")),
+            pages.returns_table(data, AGAINST_RULES),
+        ],
+    ),
+    Suite(
+        "baseline",
+        "Plain PPO against stable-baselines3",
+        "Is plain PPO, the arm `none`, right? Against stable-baselines3's own PPO at the same settings (plain SGD, no clipping of"
+        " gradients in either). The differences are between runs of the same seed number, which share nothing.",
+        [e for name, n in (("Acrobot", 20), ("LunarLander", 5)) for e in (entry(name, "none", seeds=n), sb3(name, n))],
+        lambda data: [pages.returns_table(data, {"none against stable-baselines3": ("none", "stable-baselines3")})],
+    ),
+    Suite(
+        "suspects",
+        "Why ours differ from the paper's",
+        "In what may the authors' runs differ from these? `restarted`: in their code every round of an influence run is a process of"
+        " its own with the run's seed, so it begins with a reset to the same state and draws the same random numbers, while their"
+        " standard run goes on from round to round. `clipped`: their text has gradients clipped at a norm of 0.5, their code does"
+        " not. `100 episodes`: they evaluate with 100 episodes on Highway and 1000 elsewhere; these are the very runs of Figure 6,"
+        " evaluated with 100 in place of 20.",
+        [
+            *suspects("LunarLander", "clipped"),
+            *suspects("Acrobot", "clipped", "100 episodes"),
+            *suspects("Highway", "100 episodes"),
+        ],
+        lambda data: [
+            pages.efficiency_table(data, AGAINST_SUSPECTS, paper=PAPER["fig6"], names=("SE_ave", "SE_peak")),
+            "The same on smoothed curves:",
+            pages.efficiency_table(data, AGAINST_SUSPECTS, paper=PAPER["fig6"], smoothed=True, names=("SE_ave", "SE_peak")),
+            pages.returns_table(data, AGAINST_SUSPECTS),
+        ],
+    ),
+    Suite(
+        "minigrid_scale",
+        "MiniGrid's observation scale",
+        "MiniGrid's symbols divided by 10, not by 255 as in the paper and in Figure 6.",
+        [entry("MiniGrid", "influence", "none", extra="--obs-scale 10")],
+        lambda data: [pages.returns_table(data), pages.efficiency_table(data)],
+    ),
+    rlhf.SUITE,
+]
+SUITES = {suite.name: suite for suite in SUITES}

@@ -5,16 +5,16 @@ goes on, and the last lane wins), envpool 1.2.5 left (it stops at the first). So
 lanes, the two lane actions and the side that the reward favours are swapped, and what it shows is highway-v0 again.
 
 `python -m benchmarks.variants.envpool_highway` compares the two, in the paper's setting of 10 vehicles, and writes
-results/highway_twin_steps.csv: episodes from the same start with the same actions, step for step;
-results/highway_twin.csv: statistics of episodes of their own, and of starts, with a test of each.
+results/highway/twin_steps.csv: episodes from the same start with the same actions, step for step;
+results/highway/twin.csv: statistics of episodes of their own, and of starts, with a test of each.
 """
 
-import csv
 from importlib.util import find_spec
-from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
+
+from benchmarks import files
 
 LANES, LANE_WIDTH = 4, 4.0
 MIDDLE = (LANES - 1) * LANE_WIDTH  # y in the mirror: MIDDLE - y
@@ -90,7 +90,7 @@ POLICIES = {
     "SLOWER": lambda rng: 4,
     "random lanes": lambda rng: int(rng.choice([0, 2])),
 }
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = files.RESULTS / "highway"
 FEATURES = [f"{name} {row}" for row in range(5) for name in ("presence", "x", "y", "vx", "vy")]
 
 
@@ -174,15 +174,13 @@ def compare(theirs, ours):
 
 
 def main(same=60, episodes=160, ours=2000, starts=3000):
-    from benchmarks.explain.snapshots import write_csv
-
     env, twin = highway_env(), EnvpoolHighway(vehicles_count=10)
     env.reset(seed=1)
     twin.reset(seed=2)
     rng = np.random.default_rng(3)
 
     rows = [[name, same, *same_start(twin, env, policy, same, rng)] for name, policy in POLICIES.items()]
-    write_csv(RESULTS / "highway_twin_steps.csv", ["policy", "episodes", "steps", "equal_steps", "equal_episodes"], rows)
+    files.write_csv(RESULTS / "twin_steps.csv", ["policy", "episodes", "steps", "equal_steps", "equal_episodes"], rows)
     for row in rows:
         print("{}: {} episodes, {} steps, {} equal; {} episodes equal to their end".format(*row), flush=True)
 
@@ -192,35 +190,31 @@ def main(same=60, episodes=160, ours=2000, starts=3000):
         rows += [[name, *row] for row in compare(play(env, policy, episodes, rng), play(twin, policy, ours, rng))]
         print(f"{name}: played", flush=True)
     columns = ["policy", "statistic", "highway_env", "highway_env_se", "envpool", "envpool_se", "p_mean", "p_distribution"]
-    write_csv(RESULTS / "highway_twin.csv", columns, rows)
+    files.write_csv(RESULTS / "twin.csv", columns, rows)
     print(table())
 
 
 def table(results=RESULTS):
     """Markdown: the steps that agree, the main statistics of each policy, and what all the tests say together."""
-    steps = {row["policy"]: row for row in csv.DictReader(open(results / "highway_twin_steps.csv"))}
-    rows = list(csv.DictReader(open(results / "highway_twin.csv")))
+    steps = {row["policy"]: row for row in files.read_csv(results / "twin_steps.csv")}
+    rows = files.read_csv(results / "twin.csv")
     shown = ("return", "length", "crashed", "reward per step")
-    lines = [
-        "| policy | same start: equal episodes | equal steps | "
-        + " | ".join(f"{name}, highway_env / envpool" for name in shown)
-        + " |",
-        "| --- |" + " --: |" * (2 + len(shown)),
-    ]
+    lines = []
     for policy, row in steps.items():
         cells = [f"{row['equal_episodes']} of {row['episodes']}", f"{row['equal_steps']} of {row['steps']}"]
         for name in shown:
             found = [r for r in rows if (r["policy"], r["statistic"]) == (policy, name)]
             pairs = [[f"{float(r[k]):.3g} ± {float(r[k + '_se']):.2g}" for k in ("highway_env", "envpool")] for r in found]
             cells.append(" / ".join(pairs[0]) if pairs else "the same")
-        lines.append(f"| {policy} | {' | '.join(cells)} |")
+        lines.append([policy, *cells])
     p = np.array([[float(row["p_mean"]), float(row["p_distribution"])] for row in rows])
     said = [
         f"{len(column)} tests of {what}: {np.mean(column < 0.05):.1%} have p < 0.05, and the least p times their number is"
         f" {min(column.min() * len(column), 1):.2g}"
         for what, column in zip(("means", "distributions"), p.T)
     ]
-    return "\n".join(lines) + f"\n\n{'; '.join(said)}."
+    header = ["policy", "same start: equal episodes", "equal steps", *(f"{name}, highway_env / envpool" for name in shown)]
+    return f"{files.table(header, lines)}\n\n{'; '.join(said)}."
 
 
 if __name__ == "__main__":
