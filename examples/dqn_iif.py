@@ -176,7 +176,7 @@ if __name__ == "__main__":
             sys.exit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.learning_starts < args.fresh_frequency and args.filter != "none":
         sys.exit(
-            f"--learning-starts {args.learning_starts}: the first fresh set is played at step {args.fresh_frequency}; begin there"
+            f"--learning-starts {args.learning_starts}: there is no fresh set before step {args.fresh_frequency}; begin there"
         )
     if not 0 <= args.filter_percent <= 100:
         sys.exit(f"--filter-percent must lie in [0, 100], got {args.filter_percent}")

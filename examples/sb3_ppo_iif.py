@@ -16,8 +16,8 @@ from iif_core import filter_bottom, return_influence  # noqa: E402
 
 
 class FilteredBuffer(RolloutBuffer):
-    """Gives minibatches of the records `kept` only, indices in the buffer's own order, environment after environment. All are of
-    batch_size: a trailing partial one is dropped, unless it is all there is."""
+    """Gives minibatches of the records `kept` only, indices in the buffer's own order, environment after environment. All are
+    of batch_size: a trailing partial one is dropped, unless it is all there is."""
 
     def column(self, name):
         """One column of the round that was just collected, in that order, as a tensor."""

@@ -322,6 +322,17 @@ def test_scores_and_truths_are_those_of_the_scripts_own_update(run):
     assert chance.shape == (len(whole),)
 
 
+def test_exact_return_is_the_mean_of_many_episodes(tmp_path):
+    flags = "--env-id FrozenLake-v1 --env-kwargs {} --learning-rate 0.05 --snapshot-rounds 3 --filter none"
+    snapshot = snapshots.load(train(SCRIPTS[0], flags, tmp_path).folder, 3)
+    agent = snapshot.agent()
+    with torch.no_grad():
+        agent.actor[-1].bias += torch.tensor([0.0, 1.0, 1.0, 0.0])  # towards the goal, on slippery ice
+        exact = attribution.exact_return(snapshot, agent)
+    returns = snapshot.script.evaluate(agent, snapshot.eval_envs(4000), 4000, 1)
+    assert exact == pytest.approx(returns.mean(), abs=4 * returns.std() / 4000**0.5) and exact > 0.01
+
+
 def test_another_round_is_another_and_the_policys_own(run):
     snapshot = snapshots.load(run, 2)
     agent = snapshot.agent()
@@ -335,7 +346,7 @@ def test_another_round_is_another_and_the_policys_own(run):
 def test_the_documents_numbers_are_those_of_the_committed_runs():
     text = (ROOT / "docs" / "attribution.md").read_text()
     assert attribution.tables(ROOT / "benchmarks" / "results" / "attribution") in text
-    with open(dqn.RESULTS / "runs.csv") as file:
+    with open(dqn.FOLDER / "runs.csv") as file:
         assert dqn.results(list(csv.DictReader(file))) in text
 
 

@@ -1,20 +1,20 @@
 """How true each attribution method is: `python -m benchmarks.explain.attribution RUN [RUN ...] --round 5`.
 
-The linear datamodeling score (Park et al. 2023, TRAK): over random halves of a saved round, the Spearman correlation between the
-sum of the scores of what is left and what the target really is at the end of the round's update without the others. The update
+The linear datamodeling score (Park et al. 2023, TRAK): over random halves of a saved round, the Spearman correlation between
+the sum of the scores of what is left and what the target really is at the end of the round's update without the others. The
+update
 
-    fixed          in the minibatches of the whole round, with the advantages normalised over all of each: the others have the weight
-                   zero. This is the function of which SGD-influence is the derivative.
+    fixed          in the minibatches of the whole round, with the advantages normalised over all of each: the others have the
+                   weight zero. This is the function of which SGD-influence is the derivative.
     renormalised   as a filter does it: the script's own update of the half, with minibatches and normalisation of its own.
 
 and the target is f_return or PPO's clipped surrogate, on the round itself, on a held-out round of the same policy theta(k), and
-(--episodes) the mean return of fresh episodes, the same seeds for every half. `reliability` is the Spearman correlation of that
-return over one half of the episodes with the other half's: it bounds what any score could reach. One thread; seconds are of each
-method as called, with nothing shared. Writes attribution.csv, one row a method and round, and attribution.png, in the folder of --out (default:
-explain/ in the first run); rounds that are in the CSV are not done again.
+(--episodes) the mean return of fresh episodes, the same seeds for every half; on FrozenLake the exact expectation.
+`reliability` is the Spearman correlation of that return over every other episode with that over the rest: near zero, the return
+cannot tell the halves apart, and nor can any score. Seconds are of each method as called, with nothing shared. Writes attribution.csv, one row a method and round, and
+attribution.png, in the folder of --out (default: explain/ in the first run); rounds that are in the CSV are not done again.
 """
 
-import csv
 import sys
 import time
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ import tyro
 from scipy import stats
 
 from benchmarks.explain import methods, snapshots
-from benchmarks.explain.snapshots import pyplot, save_figure, spearman, write_csv
+from benchmarks.explain.snapshots import save_figure, spearman
+from benchmarks.files import pyplot, read_csv, table, write_csv
 from iif_core import target_gradient
 
 TRUTHS = (
@@ -52,7 +53,7 @@ class Args:
     halves: int = 50
     """random halves of the round to train on"""
     episodes: int = 0
-    """estimate the return after each half's update by so many fresh episodes (0: not at all)"""
+    """estimate the return after each half's update by so many fresh episodes (0: not at all); on FrozenLake it is exact"""
     any_version: bool = False
     """open snapshots also where the environment's packages have other versions"""
     out: str | None = None
@@ -72,6 +73,25 @@ def another_round(snapshot, agent, number):
     batch, *_ = script.rollout(agent, envs, obs, args.num_steps, np.random.default_rng(seed))
     envs.close()
     return {name: x.flatten(0, 1) for name, x in script.gae(batch, args.gamma, args.gae_lambda).items()}
+
+
+def exact_return(snapshot, agent):
+    """The expected return of the sampling policy where the environment knows its transitions (FrozenLake); elsewhere None."""
+    env = snapshot.envs.envs[0]
+    transitions = getattr(env.unwrapped, "P", None)
+    if transitions is None:
+        return None
+    policy = agent.actor(torch.eye(len(transitions))).softmax(-1).double().numpy()
+    goes_on, reward = np.zeros((len(transitions), len(transitions))), np.zeros(len(transitions))
+    for s, actions in transitions.items():
+        for a, outcomes in actions.items():
+            for p, to, r, terminated in outcomes:
+                reward[s] += policy[s, a] * p * r
+                goes_on[s, to] += policy[s, a] * p * (not terminated)
+    at, total = np.array(env.unwrapped.initial_state_distrib), 0.0
+    for _ in range(env.spec.max_episode_steps):
+        total, at = total + at @ reward, at @ goes_on
+    return total
 
 
 def table_of_methods(snapshot, batch, fresh, seed):
@@ -97,7 +117,7 @@ def table_of_methods(snapshot, batch, fresh, seed):
         theta, optimizer, _ = snapshot.start()
         return methods.Update(theta, optimizer, batch, steps, args)
 
-    table = {
+    found = {
         "TracIn": lambda: methods.tracin(agent, losses, target, n),
         "TracIn, cross-fitted": lambda: methods.cross_fitted(agent, losses, share, n),
         "TracIn, fresh round": lambda: methods.tracin(agent, losses, methods.f_return(fresh), n),
@@ -114,13 +134,13 @@ def table_of_methods(snapshot, batch, fresh, seed):
     if args.optimizer == "adam":
         theta, optimizer, _ = snapshot.start()
         scaled = methods.policy_losses(theta, batch, normalized)
-        table["TracIn, Adam's scale"] = lambda: methods.adam_scaled(theta, scaled, target, n, optimizer)
-    return table, update()
+        found["TracIn, Adam's scale"] = lambda: methods.adam_scaled(theta, scaled, target, n, optimizer)
+    return found, update()
 
 
 @torch.no_grad()
 def truths(snapshot, batch, held_out, update, weights, episodes):
-    """{column of TRUTHS: what the target is at the end of the update over each half [K]}, and the reliability of the return."""
+    """{column of TRUTHS: what the target is after the update over each half [K]}, and the reliability of the return."""
     args, script, k = snapshot.args, snapshot.script, len(weights)
     targets = {}
     for where, records in (("round", batch), ("held-out", held_out)):
@@ -139,8 +159,13 @@ def truths(snapshot, batch, held_out, update, weights, episodes):
             agent = snapshot.update(weights[i].nonzero().flatten())
         for name, target in targets.items():
             found[f"renormalised {name}"].append(target(agent).item())
-        if episodes:
+        exact = exact_return(snapshot, agent)
+        if exact is not None:
+            found["renormalised return"].append(exact)
+        elif episodes:
             returns.append(script.evaluate(agent, envs, episodes, script.derive_seed(args.seed, 6, snapshot.round)))
+    if found["renormalised return"]:
+        return found, 1.0
     if not episodes:
         return found | {"renormalised return": None}, ""
     returns = np.array(returns)  # [K, episodes]
@@ -168,11 +193,11 @@ def attribute(run, snapshot, halves, episodes):
     weights = torch.zeros(halves, n)
     for row in weights:
         row[torch.randperm(n, generator=generator)[: n // 2]] = 1
-    table, update = table_of_methods(snapshot, batch, fresh, seed)
+    ways, update = table_of_methods(snapshot, batch, fresh, seed)
     truth, reliability = truths(snapshot, batch, held_out, update, weights, episodes)
     env = args.env_id + (", Adam" if args.optimizer == "adam" else "")
     about = (Path(run).name, env, args.seed, snapshot.round, halves, episodes, agreement(agent, batch), reliability)
-    for name, method in table.items():
+    for name, method in ways.items():
         before = time.perf_counter()
         scores = method().detach()
         seconds = time.perf_counter() - before
@@ -197,31 +222,32 @@ def values(rows, method, column):
 
 def tables(folder):
     """Markdown, from the CSV: a table an environment, of means and 95% intervals over the rounds of all seeds."""
-    rows, text = list(csv.DictReader(open(Path(folder) / "attribution.csv"))), []
+    rows, text = read_csv(Path(folder) / "attribution.csv"), []
     for env, mine in environments(rows).items():
         pairs = sorted({(int(row["seed"]), int(row["round"])) for row in mine})
         shown = [c for c in TRUTHS if any(row[c] for row in mine)]
         one = [row for row in mine if row["method"] == "TracIn"]
         about = f"{env}: seeds {', '.join(map(str, sorted({s for s, _ in pairs})))}, rounds "
-        about += f"{', '.join(map(str, sorted({k for _, k in pairs})))}; {mine[0]['halves']} halves. Agreement of the rounds' halves"
-        about += f" {np.mean([float(row['agreement']) for row in one]):.2f}"
+        about += f"{', '.join(map(str, sorted({k for _, k in pairs})))}; {mine[0]['halves']} halves."
+        about += f" Agreement of the rounds' halves {np.mean([float(row['agreement']) for row in one]):.2f}"
         reliable = [float(row["reliability"]) for row in one if row["reliability"] not in ("", "nan")]
         if reliable:
-            about += f"; reliability of the return, {one[0]['episodes']} episodes: {np.mean(reliable):.2f}"
-        lines = [f"{about}.", "", "| method | " + " | ".join(shown) + " | seconds |", "|---" + "|--:" * (len(shown) + 1) + "|"]
+            episodes = int(one[0]["episodes"])
+            about += f"; reliability of the return over {episodes} episodes {np.mean(reliable):.2f}" if episodes else "; exact return"
+        lines = []
         for method in dict.fromkeys(row["method"] for row in mine):
             cells = []
             for column in shown:
                 mean, half = interval(values(mine, method, column)) if values(mine, method, column) else (np.nan, np.nan)
                 cells.append(f"{mean:.2f}" + (f" ± {half:.2f}" if half == half else ""))
             seconds = np.median(values(mine, method, "seconds"))
-            lines.append(f"| {method} | " + " | ".join(cells) + f" | {seconds:.2g} |")
-        text.append("\n".join(lines))
+            lines.append([method, *cells, f"{seconds:.2g}"])
+        text.append(f"{about}.\n\n" + table(["method", *shown, "seconds"], lines))
     return "\n\n".join(text)
 
 
 def plot(folder):
-    plt, rows = pyplot(), list(csv.DictReader(open(Path(folder) / "attribution.csv")))
+    plt, rows = pyplot(), read_csv(Path(folder) / "attribution.csv")
     envs = environments(rows)
     fig, axes = plt.subplots(1, len(envs), figsize=(3.4 + 3.1 * len(envs), 4.2), dpi=110, sharey=True, squeeze=False)
     shown = (
@@ -255,7 +281,7 @@ def main(args):
     todo = {} if args.plot else {run: snapshots.chosen(run, args.round) for run in args.runs}
     folder = snapshots.folder(args.runs[0] if args.runs else ".", args.out)
     path = folder / "attribution.csv"
-    rows = list(csv.DictReader(open(path))) if path.exists() else []
+    rows = read_csv(path)
     if args.plot and not rows:
         sys.exit(f"--plot: there is no {path}")
     for run in todo:
@@ -267,7 +293,7 @@ def main(args):
             new = list(attribute(run, snapshots.load(run, k, args.any_version), args.halves, args.episodes))
             rows = [row for row in rows if row not in mine]
             rows += [{c: f"{x:.4g}" if isinstance(x, float) else str(x) for c, x in zip(COLUMNS, row)} for row in new]
-            write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows], quiet=True)
+            write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows])
             print(f"{run}, round {k}: " + ", ".join(f"{r[8]} {r[10]:.2f} {r[11]:.2f}" for r in new), flush=True)
     print(tables(folder))
     plot(folder)

@@ -1,8 +1,9 @@
 """Attribution methods: what each record of a round does to a target, as small functions over the core's two.
 
 A method is a direction (how), and scores are its products with the gradients of the records' losses (what). Here the direction
-comes from the raw gradient (TracIn), the Fisher matrix (influence functions), Adam's second moments, one layer, another half of
-the round; and two methods follow the update's own steps (TracIn along the update, SGD-influence). Positive scores raise the target.
+comes from the raw gradient (TracIn), the Fisher matrix (influence functions), Adam's second moments, one layer, another half
+of the round; and two methods follow the update's own steps (TracIn along the update, SGD-influence). Positive scores raise
+the target.
 
 A target is a function of an agent, target(agent) -> scalar; losses(inds) -> [len(inds)] are record losses at theta(k).
 Sources: Pruthi et al. 2020 (TracIn), Koh and Liang 2017 (influence functions), Hara et al. 2019 (SGD-influence).
@@ -25,7 +26,7 @@ def f_return(batch):
 
 
 def surrogate(batch, clip_coef):
-    """PPO's own clipped surrogate over the records of a flat round, with raw advantages. At theta(k) its gradient is f_return's."""
+    """PPO's clipped surrogate over the records of a flat round, raw advantages. At theta(k) its gradient is f_return's."""
 
     def target(agent):
         ratio = (agent.get_logprob(batch["obs"], batch["actions"]) - batch["logprobs"]).exp()
@@ -35,12 +36,12 @@ def surrogate(batch, clip_coef):
 
 
 def policy_losses(agent, batch, normalized):
-    """losses(inds), PPO's policy losses of records at theta(k), where every ratio is 1: - normalised advantage * log pi(a|s)."""
+    """losses(inds), PPO's policy losses at theta(k), where every ratio is 1: - normalised advantage * log pi(a|s)."""
     return lambda inds: -normalized[inds] * agent.get_logprob(batch["obs"][inds], batch["actions"][inds])
 
 
 def normalize(advantages, minibatches):
-    """Advantages [N] normalised within each of the minibatches (index tensors), as the scripts' update does; the others stay."""
+    """Advantages [N] normalised within each of the minibatches (index tensors) as the update does; the others stay."""
     normalized = advantages.clone()
     for inds in minibatches:
         if len(inds) > 1:

@@ -1,24 +1,22 @@
 """DQN with influence-based filtering against plain DQN: `python -m benchmarks.variants.dqn`.
 
-Arms of examples/dqn_iif.py: plain, influence, random (as many dropped), all with as many training steps; and plain with as many more steps as the fresh transitions of influence cost. Writes results/dqn/runs.csv, one row an evaluation; runs that
-are in it are not done again. --table prints Markdown, --plot draws results/dqn/dqn.png.
+Arms of examples/dqn_iif.py: plain, influence, random (as many dropped), all with as many training steps; and plain with as many
+more steps as the fresh transitions of influence cost. Writes results/dqn/runs.csv, one row an evaluation, and dqn.png;
+runs that are in it are not done again. --table prints and draws what is there.
 """
 
-import csv
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import tyro
 from scipy import stats
 
-from benchmarks.explain.snapshots import pyplot, save_small, write_csv
+from benchmarks.files import RESULTS, ROOT, pyplot, read_csv, save_small, table, write_csv
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "dqn"
+FOLDER = RESULTS / "dqn"
 SEEDS = range(101, 106)
 STEPS = {"CartPole-v1": 20_000, "Acrobot-v1": 50_000}  # of the training environment
 ARMS = {"plain": "none", "plain, as many more steps": "none", "influence": "influence", "random": "random"}
@@ -31,9 +29,7 @@ class Args:
     envs: tuple[str, ...] = tuple(STEPS)
     """which of the environments"""
     table: bool = False
-    """print the table of what is there"""
-    plot: bool = False
-    """draw the picture of what is there"""
+    """run nothing: print the table and draw the picture of what is there"""
 
 
 def steps_of(env, arm):
@@ -89,8 +85,7 @@ def results(rows):
         "last evaluation",
         "influence minus it",
     ]
-    lines = [header, ["---", "---", *["--:"] * 5], *lines]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return table(header, lines, left=2)
 
 
 def plot(rows):
@@ -108,26 +103,24 @@ def plot(rows):
         ax.spines[["top", "right"]].set_visible(False)
     axes[0][0].legend(frameon=False, fontsize=8)
     fig.tight_layout()
-    save_small(fig, RESULTS / "dqn.png")
+    save_small(fig, FOLDER / "dqn.png")
     plt.close(fig)
 
 
 def main(args):
-    path = RESULTS / "runs.csv"
-    rows = list(csv.DictReader(open(path))) if path.exists() else []
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    if not (args.table or args.plot):
+    path = FOLDER / "runs.csv"
+    rows = read_csv(path)
+    if not args.table:
         for seed in SEEDS:
             for env in args.envs:
                 for arm in ARMS:
                     if any((row["env"], row["arm"], row["seed"]) == (env, arm, str(seed)) for row in rows):
                         continue
-                    new = curve(env, arm, seed, RESULTS / "work")
+                    new = curve(env, arm, seed, FOLDER / "work")
                     rows += [dict(zip(COLUMNS, map(str, row))) for row in new]
-                    write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows], quiet=True)
+                    write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows])
                     print(f"{env}, {arm}, seed {seed}: {new[-1][-1]}", flush=True)
-    if args.plot:
-        plot(rows)
+    plot(rows)
     print(results(rows))
 
 
