@@ -12,8 +12,8 @@ from scipy import stats
 from test_scripts import SCRIPTS, train
 from torch import nn
 
+from benchmarks import report
 from benchmarks.explain import attribution, methods, snapshots
-from benchmarks.variants import dqn
 from iif_core import return_influence
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -344,10 +344,7 @@ def test_another_round_is_another_and_the_policys_own(run):
 
 
 def test_the_documents_numbers_are_those_of_the_committed_runs():
-    text = (ROOT / "docs" / "attribution.md").read_text()
-    assert attribution.tables(ROOT / "benchmarks" / "results" / "attribution") in text
-    with open(dqn.FOLDER / "runs.csv") as file:
-        assert dqn.results(list(csv.DictReader(file))) in text
+    assert report.filled("attribution") == (ROOT / "docs" / "attribution.md").read_text()
 
 
 def test_interval_by_hand():

@@ -8,11 +8,12 @@ update
                    weight zero. This is the function of which SGD-influence is the derivative.
     renormalised   as a filter does it: the script's own update of the half, with minibatches and normalisation of its own.
 
-and the target is f_return or PPO's clipped surrogate, on the round itself, on a held-out round of the same policy theta(k), and
-(--episodes) the mean return of fresh episodes, the same seeds for every half; on FrozenLake the exact expectation.
-`reliability` is the Spearman correlation of that return over every other episode with that over the rest: near zero, the return
-cannot tell the halves apart, and nor can any score. Seconds are of each method as called, with nothing shared. Writes attribution.csv, one row a method and round, and
-attribution.png, in the folder of --out (default: explain/ in the first run); rounds that are in the CSV are not done again.
+and the target is f_return or PPO's clipped surrogate, on the round itself, on a held-out round of the same policy theta(k),
+and (--episodes) the mean return of fresh episodes, the same seeds for every half; on FrozenLake the exact expectation.
+`reliability` is the Spearman correlation of that return over every other episode with that over the rest: near zero, the
+return cannot tell the halves apart, and nor can any score. Seconds are of each method as called, with nothing shared. Writes
+attribution.csv, one row a method and round, and attribution.png, in the folder of --out (default: explain/ in the first run);
+rounds that are in the CSV are not done again.
 """
 
 import sys
@@ -41,6 +42,15 @@ TRUTHS = (
     "renormalised surrogate held-out",
     "renormalised return",
 )
+SHOWN = {  # those in the tables
+    "fixed f_return round": "fixed: f_return, round",
+    "fixed f_return held-out": "f_return, held-out",
+    "fixed surrogate held-out": "surrogate, held-out",
+    "renormalised f_return round": "renormalised: f_return, round",
+    "renormalised f_return held-out": "f_return, held-out",
+    "renormalised surrogate held-out": "surrogate, held-out",
+    "renormalised return": "return",
+}
 COLUMNS = ("run", "env", "seed", "round", "halves", "episodes", "agreement", "reliability", "method", "seconds", *TRUTHS)
 
 
@@ -225,7 +235,7 @@ def tables(folder):
     rows, text = read_csv(Path(folder) / "attribution.csv"), []
     for env, mine in environments(rows).items():
         pairs = sorted({(int(row["seed"]), int(row["round"])) for row in mine})
-        shown = [c for c in TRUTHS if any(row[c] for row in mine)]
+        shown = [c for c in SHOWN if any(row[c] for row in mine)]
         one = [row for row in mine if row["method"] == "TracIn"]
         about = f"{env}: seeds {', '.join(map(str, sorted({s for s, _ in pairs})))}, rounds "
         about += f"{', '.join(map(str, sorted({k for _, k in pairs})))}; {mine[0]['halves']} halves."
@@ -242,7 +252,7 @@ def tables(folder):
                 cells.append(f"{mean:.2f}" + (f" ± {half:.2f}" if half == half else ""))
             seconds = np.median(values(mine, method, "seconds"))
             lines.append([method, *cells, f"{seconds:.2g}"])
-        text.append(f"{about}.\n\n" + table(["method", *shown, "seconds"], lines))
+        text.append(f"{about}.\n\n" + table(["method", *(SHOWN[c] for c in shown), "seconds"], lines))
     return "\n\n".join(text)
 
 

@@ -1,7 +1,7 @@
 """DQN with influence-based filtering against plain DQN: `python -m benchmarks.variants.dqn`.
 
-Arms of examples/dqn_iif.py: plain, influence, random (as many dropped), all with as many training steps; and plain with as many
-more steps as the fresh transitions of influence cost. Writes results/dqn/runs.csv, one row an evaluation, and dqn.png;
+Arms of examples/dqn_iif.py: plain, influence, random (as many dropped), all with as many training steps; and plain with as
+many more steps as the fresh transitions of influence cost. Writes results/dqn/runs.csv, one row an evaluation, and dqn.png;
 runs that are in it are not done again. --table prints and draws what is there.
 """
 
@@ -18,7 +18,7 @@ from benchmarks.files import RESULTS, ROOT, pyplot, read_csv, save_small, table,
 
 FOLDER = RESULTS / "dqn"
 SEEDS = range(101, 106)
-STEPS = {"CartPole-v1": 20_000, "Acrobot-v1": 50_000}  # of the training environment
+STEPS = {"CartPole-v1": 20_000, "Acrobot-v1": 20_000}  # of the training environment
 ARMS = {"plain": "none", "plain, as many more steps": "none", "influence": "influence", "random": "random"}
 COLUMNS = ("env", "arm", "seed", "training_steps", "environment_steps", "eval_return")
 LINE = re.compile(r"global_step=(\d+), environment_steps=(\d+), eval_return=(\S+)")
@@ -86,6 +86,10 @@ def results(rows):
         "influence minus it",
     ]
     return table(header, lines, left=2)
+
+
+def table_of(folder):
+    return results(read_csv(folder / "runs.csv"))
 
 
 def plot(rows):
