@@ -243,7 +243,11 @@ def tables(folder):
         reliable = [float(row["reliability"]) for row in one if row["reliability"] not in ("", "nan")]
         if reliable:
             episodes = int(one[0]["episodes"])
-            about += f"; reliability of the return over {episodes} episodes {np.mean(reliable):.2f}" if episodes else "; exact return"
+            about += (
+                f"; reliability of the return over {episodes} episodes {np.mean(reliable):.2f}"
+                if episodes
+                else "; exact return"
+            )
         lines = []
         for method in dict.fromkeys(row["method"] for row in mine):
             cells = []
@@ -251,8 +255,14 @@ def tables(folder):
                 mean, half = interval(values(mine, method, column)) if values(mine, method, column) else (np.nan, np.nan)
                 cells.append(f"{mean:.2f}" + (f" ± {half:.2f}" if half == half else ""))
             seconds = np.median(values(mine, method, "seconds"))
-            lines.append([method, *cells, f"{seconds:.2g}"])
-        text.append(f"{about}.\n\n" + table(["method", *(SHOWN[c] for c in shown), "seconds"], lines))
+            lines.append([method.replace("|", "\\|"), *cells, f"{seconds:.2g}"])
+        text.append(f"**{about}.**\n\n" + table(["method", *(SHOWN[c] for c in shown), "seconds"], lines))
+    one = [row for row in rows if row["method"] == "TracIn"]
+    foretold = spearman(*([float(row[c]) for row in one] for c in ("agreement", "renormalised f_return held-out")))
+    text.append(
+        f"Does the agreement of a round's halves foretell TracIn's score on the held-out round? Spearman {foretold:.2f}"
+    )
+    text[-1] += f" over the {len(one)} rounds."
     return "\n\n".join(text)
 
 
