@@ -372,7 +372,8 @@ ARMS = ("influence", "random", "none")
 CHARTS = {"episodic_return", "episodic_length", "learning_rate", "SPS", "round", "optimizer_steps", "skipped_updates"}
 LOSSES = {"value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "explained_variance"}
 INFLUENCE = {"negative_fraction", "dropped_fraction", "records_kept", "filtered_round", "nonfinite", "advantage_correlation"}
-INFLUENCE |= {"score_mean", "score_std", "score_min", "score_max", "agreement", "noise_scale_infinite"}
+INFLUENCE |= {"score_mean", "score_std", "score_min", "score_max"}
+CONSISTENCY = {"influence/agreement", "influence/noise_scale", "influence/noise_scale_infinite"}
 TIME = {"rollout", "scoring", "update"}
 
 
@@ -394,8 +395,10 @@ def test_training_logs_every_name(script, arms, arm):
     expected = (
         {f"charts/{name}" for name in CHARTS} | {f"losses/{name}" for name in LOSSES} | {f"time/{name}" for name in TIME}
     )
-    noise_scale = rows.pop("influence/noise_scale", [])
-    assert bool(noise_scale) <= bool(influence) and set(rows) == expected | influence
+    assert set(rows) - CONSISTENCY == expected | influence
+    # of the target's gradients over parts of a round: here Atari's is scored in one
+    assert ("influence/agreement" in rows) == (arm != "none" and "atari" not in script.name)
+    rows = {name: points for name, points in rows.items() if name not in CONSISTENCY}
     assert len(rows["charts/episodic_return"]) > 3
     assert np.isfinite([value for points in rows.values() for _, value in points]).all()
     rounds = rounds_of(rows)
@@ -449,8 +452,7 @@ def test_same_seed_same_run(script, arms, tmp_path):
     assert_same_end(model(again.folder), model(arms["influence"].folder))
     other = train(script, f"--filter none --seed 2 --total-timesteps {script.batch}", tmp_path)
     assert other.folder != again.folder
-    first = [p for p in scalars(again.folder)["charts/episodic_return"] if p[0] <= script.batch]
-    assert scalars(other.folder)["charts/episodic_return"] != first
+    assert scalars(other.folder)["losses/value_loss"] != scalars(again.folder)["losses/value_loss"][:1]
 
 
 def test_evaluation_does_not_change_training(script, arms, tmp_path):
@@ -1080,14 +1082,21 @@ def test_which_rounds_are_filtered(toy_script, env, when, filtered, tmp_path):
         assert k == (toy_script.batch - round(n * toy_script.batch) if filtered else toy_script.batch)
 
 
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if "continuous" not in s.name], ids=str)
-@pytest.mark.parametrize("flags", ["influence", "influence --filter-of all", "random", "toy_filters:first_half", "none"])
+@pytest.mark.parametrize(
+    "script, flags",
+    [(s, "influence") for s in SCRIPTS if "continuous" not in s.name]
+    + [(SCRIPTS[0], flags) for flags in ("influence --filter-of all", "random", "toy_filters:first_half", "none")],
+    ids=str,
+)
 def test_a_policy_that_is_all_but_deterministic(script, flags, tmp_path, monkeypatch):
     """Its scores are rounding errors: nothing tells good from bad, rounds are left whole, and the run goes on to its end."""
-    n = stage(script).envs.single_action_space.n
-    monkeypatch.setattr(
-        torch.nn.init, "zeros_", lambda x: torch.nn.init.constant_(x, 0).index_fill_(0, torch.tensor(0), 40.0 * (len(x) == n))
-    )
+    actions = stage(script).envs.single_action_space.n
+
+    @torch.no_grad()
+    def favour_the_first_action(bias):
+        return bias.fill_(0).index_fill_(0, torch.tensor(0), 40.0 * (len(bias) == actions))
+
+    monkeypatch.setattr(torch.nn.init, "zeros_", favour_the_first_action)
     done = train(script, f"--filter {flags} --filter-when always --filter-percent 50 --learning-rate 1e-9", tmp_path)
     rows = scalars(done.folder)
     assert rounds_of(rows) == 4 and {value for _, value in rows["losses/clipfrac"]} == {0}
