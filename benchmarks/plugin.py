@@ -10,7 +10,6 @@ The scripts were written for Gymnasium 0.29 (and gym); `gymnasium_of_then` gives
 import contextlib
 import functools
 import multiprocessing
-import os
 import re
 import runpy
 import sys
