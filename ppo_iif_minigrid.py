@@ -39,7 +39,7 @@ gym.register_envs(minigrid)
 
 SCRIPT = "ppo_iif_minigrid.py"
 WHICH = "vectors: ppo_iif.py, or ppo_iif_continuous.py; images: ppo_iif_minigrid.py, ppo_iif_atari.py; other ids: module:id"
-EVAL_STEPS = 27_000  # the most steps of an evaluation episode
+EVAL_STEPS = 27_000  # the most steps of an evaluation episode: half an hour of an Atari game
 STATISTICS = "ppo_iif_episode"  # in an environment's info; "episode" may be taken
 
 
@@ -136,7 +136,8 @@ class Args:
     """signal leaves a round whole if all its rewards are equal and so are the returns of its episodes; always is the paper's
     rule"""
     eval_episodes: int = 0
-    """evaluate the policy of every round over so many episodes of sampled actions, in environments of their own (0: never)"""
+    """evaluate the policy of every round over so many episodes of sampled actions, in environments of their own (0: never);
+    an episode is cut after 27,000 steps"""
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
     minibatch_size = property(lambda self: self.batch_size // self.num_minibatches)
@@ -407,7 +408,9 @@ def evaluate(agent, envs, num_episodes, seed):
             playing = [(env, obs) for env, obs, _, terminated, truncated, _ in after if not (terminated or truncated)]
             steps += 1
         if playing:
-            print(f"{len(playing)} evaluation episodes go on after {EVAL_STEPS} steps: they count with their returns so far")
+            print(
+                f"{len(playing)} evaluation episodes did not end in {EVAL_STEPS} steps: they count with their returns so far"
+            )
         returns += [env.get_wrapper_attr("episode_returns") for env in players]
     return np.array(returns, dtype=np.float64)
 
@@ -474,14 +477,12 @@ def parse_args():
             checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
             need(checkpoint["script"] == SCRIPT, f"--resume {args.resume} is a checkpoint of {checkpoint['script']}")
             saved = Args(**checkpoint["args"])
-        args, rounds = tyro.cli(Args, args=words, default=saved), checkpoint["iteration"]
+        args, done = tyro.cli(Args, args=words, default=saved), checkpoint["iteration"]
         free = "resume total_timesteps torch_threads cuda track wandb_project_name wandb_entity capture_video save_model"
         for name, value in asdict(saved).items():
             same = getattr(args, name) == value or name in f"{free} vectorization snapshot_rounds eval_episodes".split()
             need(same, f"--resume goes on with the run's own --{name.replace('_', '-')} {value}; leave it out")
-        need(
-            rounds < args.num_iterations, f"--resume {args.resume}: {rounds} rounds are done; raise --total-timesteps to go on"
-        )
+        need(done < args.num_iterations, f"--resume {args.resume}: {done} rounds are done; raise --total-timesteps to go on")
     check_args(args)
     return args, checkpoint
 
@@ -578,6 +579,7 @@ def start_logging(args, run):
             **{"group": run.run_name} if offline else {"id": run.wandb_id, "resume": "allow" if run.wandb_id else None},
             **{"sync_tensorboard": True, "save_code": True},
         )
+        wandb.define_metric("*", step_metric="global_step")
         run.wandb_id = None if offline else wandb.run.id
     writer = SummaryWriter(f"runs/{run.run_name}", purge_step=run.global_step + 1 if run.iteration else None)
     table = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
@@ -596,7 +598,6 @@ def log_round(writer, args, run, episodes, numbers):
     for name, value in numbers.items():
         writer.add_scalar(name, value, run.global_step)
     print("SPS:", numbers["charts/SPS"])
-    writer.flush()
 
 
 def log_evaluation(writer, args, run, agent, envs):
@@ -644,10 +645,9 @@ if __name__ == "__main__":
     run_name = f"{args.env_id.split(':')[-1]}__{args.exp_name}__{args.seed}__{time.time_ns()}"
     run = SimpleNamespace(run_name=run_name, wandb_id=None, iteration=0, global_step=0, optimizer_steps=0, skipped_updates=0)
     if checkpoint:
-        run = SimpleNamespace(**{name: checkpoint[name] for name in vars(run)})
-        run_name = run.run_name
-    video_name = f"{run_name}/from_round_{run.iteration}" if checkpoint else run_name  # RecordVideo overwrites
-    envs, eval_envs = make_envs(args, video_name), make_eval_envs(args)
+        vars(run).update({name: checkpoint[name] for name in vars(run)})
+    part = f"/from_round_{run.iteration}" if checkpoint else ""  # or its videos would overwrite those of the first part
+    envs, eval_envs = make_envs(args, run.run_name + part), make_eval_envs(args)
     agent = Agent(envs, args.obs_scale).to(device)
     optimizer_class = {"sgd": torch.optim.SGD, "adam": partial(torch.optim.Adam, eps=1e-5)}[args.optimizer]
     optimizer = optimizer_class(agent.parameters(), lr=args.learning_rate, fused=True)
@@ -657,8 +657,8 @@ if __name__ == "__main__":
             optimizer.load_state_dict(checkpoint["optimizer"])
 
     writer = start_logging(args, run)
-    folder, snapshots, videos, start = f"runs/{run.run_name}", snapshot_rounds(args), set(), (run.global_step, time.time())
-    packages, next_obs = {p.name: p.version for p in importlib.metadata.distributions()}, None
+    folder, snapshots, packages, videos = f"runs/{run.run_name}", snapshot_rounds(args), {}, set()
+    start_time, start_step, next_obs = time.time(), run.global_step, None
     if args.eval_episodes and not checkpoint:
         log_evaluation(writer, args, run, agent, eval_envs)
     while run.iteration < args.num_iterations:
@@ -689,9 +689,9 @@ if __name__ == "__main__":
         if snapshots:
             played.append(batch["actions"].cpu())
         if k in snapshots:
-            replay = {"env_seed": env_seed, "played": torch.cat(played), "packages": packages}
-            path = f"{folder}/snapshots/round_{k:06d}.pt"
-            save(path, args, run, agent, optimizer, batch=batch, selection=selection, **replay)
+            packages = packages or {p.name: p.version for p in importlib.metadata.distributions()}
+            snapshot = {"batch": batch, "selection": selection, "env_seed": env_seed, "played": torch.cat(played)}
+            save(f"{folder}/snapshots/round_{k:06d}.pt", args, run, agent, optimizer, packages=packages, **snapshot)
         times.append(time.perf_counter())
 
         losses, steps = update(agent, optimizer, batch, selection, args, shuffle_rng)
@@ -703,15 +703,16 @@ if __name__ == "__main__":
         run.global_step += args.batch_size
         run.optimizer_steps += steps
         run.skipped_updates += steps == 0
-        if "scores" in batch:
-            kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
-            log_influence(writer, batch["scores"], kept, run.global_step, advantages=batch["advantages"], filtered=filtered)
         numbers = {f"losses/{name}": value for name, value in losses.items()}
         numbers |= zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)[[0, 1, 3]])
         numbers |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/round": k}
         numbers |= {"charts/optimizer_steps": run.optimizer_steps, "charts/skipped_updates": run.skipped_updates}
-        numbers["charts/SPS"] = int((run.global_step - start[0]) / (time.time() - start[1]))
+        numbers["charts/SPS"] = int((run.global_step - start_step) / (time.time() - start_time))
         log_round(writer, args, run, episodes, numbers)
+        if "scores" in batch:
+            kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
+            log_influence(writer, batch["scores"], kept, run.global_step, advantages=batch["advantages"], filtered=filtered)
+        writer.flush()
         if args.track:
             log_media(run, batch, videos, records=k in snapshots and "scores" in batch)
         if args.eval_episodes:
