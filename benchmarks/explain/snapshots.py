@@ -55,7 +55,7 @@ class Snapshot:
         """The environments for the script's evaluate of so many episodes, with the statistics of this round."""
         envs = self.script.make_eval_envs(replace(self.args, eval_episodes=num_episodes))
         if hasattr(self.script, "freeze_statistics"):
-            self.script.freeze_statistics(envs, self.envs.envs)
+            self.script.freeze_statistics(envs, self.envs, self.args)
         return envs
 
     def update(self, selection, on_step=None, lr_factor=1.0):
@@ -166,13 +166,14 @@ def load(run, k, any_version=False):
         args = script.Args(**data["args"])
     except (ImportError, TypeError) as error:
         sys.exit(f"{path}: {data['script']} cannot be used with it ({error})")
-    args.capture_video = args.cuda = args.track = False
+    args.capture_video = args.cuda = args.track = args.compile = False
+    args.vectorization = "sync"
     torch.set_num_threads(args.torch_threads)
     script.check_env(args)
     envs = script.make_envs(args, None)
     snapshot = Snapshot(path, k, script, args, data, data.pop("batch"), data.pop("selection"), envs)
     if "statistics" in data:
-        script.set_statistics(envs.envs, data["statistics"])
+        script.set_statistics(envs, args, data["statistics"])
     try:
         agent = snapshot.agent()
     except RuntimeError:
