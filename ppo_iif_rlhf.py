@@ -144,8 +144,9 @@ class Args:
     """what filter_percent counts: the records with a negative score, or all"""
     record_loss: Literal["policy", "ppo"] = "policy"
     """what is attributed: the policy loss of a record, or the full one with its value loss"""
-    target: Literal["seq", "return"] = "seq"
-    """to what: f_seq, log pi(response) times the last token's advantage, or f_return, the sum over tokens"""
+    target: Literal["seq", "return", "seq_kl"] = "seq"
+    """to what: f_seq, log pi(response) times the last token's advantage; f_return, the sum over tokens of log pi times advantage;
+    seq_kl, log pi(response) times the advantage of the whole response, which knows the KL penalty of all its tokens"""
     validation_prompts: int = 0
     """compute the target on so many held-out prompts, drawn and answered anew every round (0: on the round itself)"""
     score_chunk: int = 64
@@ -480,6 +481,25 @@ def draw_prompts(tokenizer, texts, n, args, stream, iteration):
     return F.pad(ids, pad, value=tokenizer.pad_token_id), F.pad(mask, pad)
 
 
+def make_eval_prompts(tokenizer, texts, room, args):
+    """This process's share of the prompts of evaluation, lists of ids from the shortest to the longest, so that little is padded:
+    beginnings of texts as in training or, with eval_dataset_name, their last tokens, as many as there is room for."""
+    lengths = np.random.default_rng(derive_seed(args.seed, 7)).integers(
+        args.min_prompt_tokens, args.max_prompt_tokens + 1, len(texts)
+    )
+    if args.eval_dataset_name:
+        prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        cut = sum(len(ids) > room for ids in prompts)
+        if cut and rank_and_size()[0] == 0:
+            print(f"--eval-dataset-name: {cut} of {len(texts)} prompts are longer than the context: their last {room} tokens")
+        prompts = [ids[-room:] for ids in prompts]
+    else:
+        ids, mask = tokenize(tokenizer, texts, lengths.tolist())
+        prompts = [row[there].tolist() for row, there in zip(ids, mask)]
+    rank, size = rank_and_size()
+    return sorted(prompts, key=len)[rank::size]
+
+
 class Agent(nn.Module):
     """A causal language model with a value head on its last hidden state."""
 
@@ -698,15 +718,33 @@ def record_losses(agent, batch, inds, args):
     return mean_over_tokens(pg_loss, mask), mean_over_tokens(v_loss, mask), ratio
 
 
+def target_weights(batch, args):
+    """The weights [n, T] that the log-probs of tokens have in the target, which is their weighted sum.
+
+    f_seq weighs a response by the advantage of its last token, in which the KL penalty of all tokens before it has no part.
+    seq_kl weighs it by what the policy gradient of a response taken as one action has: its return (reward and penalties) less
+    the value before its first token. That is the advantage of the first token at lambda one, and the sum over its tokens of
+    the TD errors. Like advantages it is whitened, over the responses of the round.
+    """
+    mask, advantages = batch["mask"], batch["advantages"]
+    if args.target == "return":
+        return advantages * mask / mask.sum()
+    if args.target == "seq":
+        weights = advantages.gather(1, mask.sum(1, keepdim=True) - 1)
+    else:
+        discounts = args.gamma ** torch.arange(mask.shape[1], device=mask.device)
+        weights = (batch["token_rewards"] * discounts).sum(1, keepdim=True) - batch["values"][:, :1]
+        if args.norm_adv and len(weights) > 1:
+            weights = (weights - weights.mean()) / (weights.std() + 1e-8)
+    return weights * mask / len(mask)
+
+
 def score(agent, batch, args, validation=None):
     """Influence [batch_size] of the records of a round on the target, computed on `validation` (another round; default: the
     same one). The direction is that of all processes; each scores its share of the records."""
     valid = batch if validation is None else validation
-    mask, advantages = valid["mask"], valid["advantages"]
-    if args.target == "seq":
-        weights = advantages.gather(1, mask.sum(1, keepdim=True) - 1) * mask / len(mask)
-    else:
-        weights = advantages * mask / mask.sum()
+    mask = valid["mask"]
+    weights = target_weights(valid, args)
     validated, scored = share(len(mask)), share(args.batch_size)
 
     def target(inds):
@@ -810,13 +848,14 @@ def next_kl_coef(kl_coef, kl, args):
 
 
 def evaluate(agent, tokenizer, measures, prompts, args, generator, device):
-    """{name: [n]} of each measure (a function of texts) of sampled answers to this process's prompts, over all processes."""
-    response, mask = [], []
-    for query, query_mask in zip(*(x.split(args.score_chunk) for x in prompts)):
-        sampled = generate(agent, query.to(device), query_mask.to(device), tokenizer.eos_token_id, args, generator)
-        response.append(sampled[0])
-        mask.append(sampled[1])
-    texts = decode(tokenizer, torch.cat(response), torch.cat(mask))
+    """{name: [n]} of each measure (a function of texts) of sampled answers to this process's prompts (lists of ids, padded
+    chunk by chunk), over all processes."""
+    texts = []
+    for start in range(0, len(prompts), args.score_chunk):
+        chunk = {"input_ids": prompts[start : start + args.score_chunk]}
+        padded = tokenizer.pad(chunk, padding_side="left", return_tensors="pt").to(device)
+        query, query_mask = padded["input_ids"], padded["attention_mask"].bool()
+        texts += decode(tokenizer, *generate(agent, query, query_mask, tokenizer.eos_token_id, args, generator))
     return {name: gather(measure(texts).to(device)).cpu() for name, measure in measures.items()}
 
 
@@ -929,21 +968,8 @@ if __name__ == "__main__":
     else:
         optimizer = optim.Adam(params.values(), lr=args.learning_rate, fused=True)
     if args.eval_prompts:
-        eval_lengths = np.random.default_rng(derive_seed(args.seed, 7)).integers(
-            args.min_prompt_tokens, args.max_prompt_tokens + 1, args.eval_prompts
-        )
-        eval_query, eval_mask = tokenize(tokenizer, eval_texts[: args.eval_prompts], eval_lengths.tolist())
-        if args.eval_dataset_name:
-            room = (getattr(agent.lm.config, "max_position_embeddings", None) or 2048) - args.max_response_tokens
-            whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in eval_texts[: args.eval_prompts]]
-            cut = sum(len(ids) > room for ids in whole)
-            if cut and rank == 0:
-                print(
-                    f"--eval-dataset-name: {cut} of {len(whole)} prompts are longer than the context: their last {room} tokens"
-                )
-            padded = tokenizer.pad({"input_ids": [ids[-room:] for ids in whole]}, padding_side="left", return_tensors="pt")
-            eval_query, eval_mask = padded["input_ids"], padded["attention_mask"].bool()
-        eval_query, eval_mask = eval_query[share(args.eval_prompts)], eval_mask[share(args.eval_prompts)]
+        room = (getattr(agent.lm.config, "max_position_embeddings", None) or 2048) - args.max_response_tokens
+        eval_prompts = make_eval_prompts(tokenizer, eval_texts[: args.eval_prompts], room, args)
 
     # the counters of a run
     iteration, global_step, optimizer_steps, skipped_updates, kl_coef = 0, 0, 0, 0, args.kl_coef
@@ -1015,7 +1041,7 @@ if __name__ == "__main__":
 
     def log_evaluation():
         generator = stream(3, iteration, rank, device=device)
-        results = evaluate(agent, tokenizer, measures, (eval_query, eval_mask), args, generator, device)
+        results = evaluate(agent, tokenizer, measures, eval_prompts, args, generator, device)
         if rank == 0:
             print(f"round={iteration}, " + ", ".join(f"eval_{name}={x.mean():.4f}" for name, x in results.items()), flush=True)
             for name, x in results.items():

@@ -29,8 +29,19 @@ ENVIRONMENTS = {  # name: (script, its arguments, rounds, percent of the negativ
 # A small language model, made to write of films with a lexicon's favour. It is built once: python ppo_iif_rlhf.py --prepare
 RLHF = (
     "--no-cuda --optimizer adam --learning-rate 0.0001 --batch-size 128 --minibatch-size 4 --eval-prompts 128"
-    " --eval-model-name tiny"
+    " --eval-model-name tiny --no-adaptive-kl"
 )
+RLHF_ARMS = {  # each at each coefficient of the KL penalty: a filter that only lowers it is no better than a lower coefficient
+    "none": "--filter none",
+    "f_seq, fresh": "--filter influence --target seq --validation-prompts 128",
+    "f_seq_kl, fresh": "--filter influence --target seq_kl --validation-prompts 128",
+    "f_return, fresh": "--filter influence --target return --validation-prompts 128",
+    "random, fresh": "--filter random --target seq --validation-prompts 128",  # as many dropped as f_seq on fresh answers would
+    "f_seq": "--filter influence --target seq",
+    "f_seq_kl": "--filter influence --target seq_kl",
+    "f_return": "--filter influence --target return",
+}
+RLHF_KL_COEFS = (0.04, 0.01, 0.02, 0.08)
 RLHF_COLUMNS = {
     "reward": "rlhf/reward",
     "kl": "rlhf/kl",
@@ -203,22 +214,17 @@ SUITES = {
         *suspects("Acrobot", "clipped", "100 episodes"),
         *suspects("Highway", "100 episodes"),
     ],
-    # Figures 7 and 16, Table 6
+    # Figures 7 and 16, Table 6, at several coefficients of the KL penalty
     "rlhf": [
         Entry(
             "reviews",
             "ppo_iif_rlhf",
             RLHF,
-            60,
+            40,
             {
-                "influence": "--filter influence --filter-percent 100 --target seq",
-                "influence, return": "--filter influence --filter-percent 100 --target return",
-                # on fresh answers, as the authors' scripts: no record counts in the target, and so for itself
-                "influence, fresh": "--filter influence --filter-percent 100 --target seq --validation-prompts 128",
-                "random, fresh": "--filter random --filter-percent 100 --target seq --validation-prompts 128",
-                "none": "--filter none",
-                "random": "--filter random --filter-percent 100 --target seq",
-                "reward": "--filter reward --filter-percent 100 --target seq",
+                f"{arm}, kl {coef:g}": f"{flags} --filter-percent 100 --kl-coef {coef:g}"
+                for arm, flags in RLHF_ARMS.items()
+                for coef in RLHF_KL_COEFS
             },
             seeds=3,
             records=128,
