@@ -2,8 +2,8 @@
 
 At the snapshot theta(k) that collected a round of N records,
 
-    direction = grad of f_return,   f_return(theta) = mean_j A_j * log pi_theta(a_j | s_j)          (one backward pass)
-    score_i   = - < grad L_i, direction >,   L_i = the PPO policy loss of record i                   (one forward-mode pass)
+    direction = grad of f_return,   f_return(theta) = mean_j A_j * log pi_theta(a_j | s_j)
+    score_i   = - < grad L_i, direction >,   L_i = the PPO policy loss of record i
 
 A positive score says that a step on the record raises the target, a negative one that it lowers it. Iterative
 influence-based filtering drops the lowest `percent` of the negative scores and trains on the rest.
@@ -17,14 +17,15 @@ NeurIPS 2025, arXiv 2505.19281: sections 3 (targets, scores) and 5.1 (the filter
 
 import contextlib
 import sys
+import warnings
 from fractions import Fraction
 
 import numpy as np
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 
 def target_gradient(agent, target, num_records=None, *, chunk_size=None):
@@ -36,74 +37,95 @@ def target_gradient(agent, target, num_records=None, *, chunk_size=None):
     Raises ValueError if the target is not a finite scalar or does not depend on the parameters.
     """
     agent, params = _agent_and_params(agent)
-    with _scoring(agent, target) as call:
-        return _gradient(params, call, [()] if num_records is None else [(inds,) for inds in _chunks(num_records, chunk_size)])
+    calls = [()] if num_records is None else [(inds,) for inds in _chunks(num_records, chunk_size)]
+
+    def share(call):
+        return _scalar("target", target(*call))
+
+    def compute():
+        total = {}
+        for call in calls:
+            _add(total, _gradient(share(call), params))
+        return _complete("target", total, params)
+
+    return _undisturbed(agent, lambda: share(calls[0]), compute)
 
 
-def influence_scores(agent, record_losses, direction, num_records, *, chunk_size=None):
+def influence_scores(agent, record_losses, direction, num_records, *, chunk_size=None, forward_mode=False):
     """Scores score_i = - < grad L_i, direction >, exact for any network that does not mix records (paper section 3.2).
 
-    record_losses: record_losses(inds) -> Tensor[len(inds)], the losses (to be minimised) of the records `inds` (consecutive
-        ones, a LongTensor on the CPU) at the agent's current parameters. A loss may depend on its own record only: what
-        couples records, like the normalisation of advantages, is computed before and enters as a constant. Any loss will do;
+    record_losses: record_losses(inds) -> Tensor[len(inds)], the losses (to be minimised) of the records `inds` (ascending, a
+        LongTensor on the CPU) at the agent's current parameters. A loss may depend on its own record only: what couples
+        records, like the normalisation of advantages, is computed before and enters as a constant. Any loss will do;
             with an entropy bonus it is lambda inds: -adv[inds] * logprob(inds) - ent_coef * entropy(inds)
     direction: {parameter name: Tensor}, as target_gradient returns it.
-    chunk_size: records per call of record_losses. Bounds the memory, does not change the scores. None: half of them (or 512, if
-        that is more), as forward mode holds two numbers where the training's backward pass holds one. A recurrent policy
-        that has to run through all steps at once is best given num_records.
+    chunk_size: records per call of record_losses. Bounds the memory, does not change the scores.
+    forward_mode: first try one forward-mode pass, which needs little memory and is faster for convolutional networks. Hooks,
+        no_grad and some operations differ there from what training differentiates; the sum of the scores, which is known
+        otherwise, shows it, and then they are computed in reverse mode as they are by default.
     Returns Tensor[num_records].
     Raises ValueError on losses of the wrong shape, losses that do not depend on the parameters or change from call to call
     (dropout that stays on in evaluation mode), and scores that are not finite.
 
-    The scores are one Jacobian-vector product, computed in forward mode: no per-record gradient is ever stored. An operation
-    without a forward-mode formula is retried with the plain kernels, then by double backward, which is as exact.
+    No per-record gradient is ever stored: in reverse mode the products are the derivatives in w of the inner product of
+    grad sum_i w_i L_i with the direction, a backward pass through the backward pass.
     """
     agent, params = _agent_and_params(agent)
-    if not isinstance(direction, dict):
-        raise ValueError(f"direction must be a dict of tensors, as target_gradient returns it, got {_describe(direction)}")
-    wrong = [
-        n for n in {**params, **direction} if n not in params or getattr(direction.get(n), "shape", None) != params[n].shape
-    ]
-    if wrong:
-        raise ValueError(f"direction must hold one tensor per trainable parameter, of its shape; check {wrong[0]!r}")
-    with _scoring(agent, record_losses) as call:
-        products = _products(
-            agent,
-            params,
-            lambda i: _vector("record_losses", call(i), i),
-            direction,
-            _chunks(num_records, chunk_size, halve=True),
-        )
-    _check_finite("scores", products)
-    return -products
+    _require(isinstance(direction, dict), "direction must be a dict of tensors", direction)
+    wrong = [n for n in params | direction if n not in params or getattr(direction.get(n), "shape", None) != params[n].shape]
+    _require(not wrong, f"direction must hold one tensor per trainable parameter, of its shape; check {wrong[:1]}")
+    direction = {name: direction[name].detach().to(p.dtype) for name, p in params.items()}
+    chunks = _chunks(num_records, chunk_size, halve=forward_mode)
+
+    def losses(inds):
+        return _vector("record_losses", record_losses(inds), inds)
+
+    def forward():
+        total = {}
+        for inds in chunks:
+            _add(total, _gradient(losses(inds).sum(), params))
+        known = _dot(_complete("record_losses", total, params), direction)
+        return _forward_mode(agent, params, losses, direction, chunks), known
+
+    def compute():
+        ways = [forward] if forward_mode else []
+        return _finite("scores", -_products(agent, params, losses, direction, chunks, ways))
+
+    return _undisturbed(agent, lambda: losses(chunks[0]), compute)
 
 
-def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=None, chunk_size=None):
+def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=None, chunk_size=None, forward_mode=False):
     """Scores of a PPO round against its own return: what iterative influence-based filtering drops by (paper section 5.1).
 
-    logprob: logprob(inds) -> Tensor[len(inds)], log pi(a|s) of the actions taken in the records `inds`, at the agent's current
-        parameters, which must be those that collected the round (every PPO ratio is 1, so that clipping is inactive and the
-        gradient of a record's loss is - A * grad log pi).
-    advantages: Tensor[N], the raw advantage estimates. The target uses them as they are; the losses use them normalised
-        (unbiased std + 1e-8) within consecutive minibatches of `minibatch_size` records in the order of `inds`, or over the
-        whole round if minibatch_size is None. A last minibatch shorter than two joins the one before it; minibatches of one
-        are not normalised.
+    logprob: logprob(inds) -> Tensor[len(inds)], log pi(a|s) of the actions taken in the records `inds` (ascending, a LongTensor
+        on the CPU), at the agent's current parameters, which must be those that collected the round (every PPO ratio is 1, so
+        that clipping is inactive and the gradient of a record's loss is - A * grad log pi).
+    advantages: Tensor[N], the raw advantage estimates, in the order of time. The target uses them as they are; the losses use
+        them normalised (unbiased std + 1e-8) within consecutive minibatches of `minibatch_size` records in the order of `inds`,
+        or over the whole round if minibatch_size is None. A last minibatch shorter than two joins the one before it;
+        minibatches of one are not normalised.
     inds: permutation of 0..N-1 (default: as stored). It orders the normalisation only: score i is that of record i.
-    chunk_size: as in influence_scores; the target takes all records at once if it is None.
+    chunk_size: records per call of logprob. None lets the scores share the target's graph, which saves a pass and holds the
+        graph of the whole round. N gives all records in one call, as a recurrent policy wants them.
+    forward_mode: as in influence_scores.
     Rows that are not records (padding, reset rows of a vector environment) must be left out before the call.
-    Returns Tensor[N]. Raises ValueError as influence_scores does, and on non-finite advantages.
+    Returns Tensor[N]; all zero where the policy is so nearly deterministic that its gradients are rounding errors. Two
+    attributes of it, for log_influence, compare the target's gradients over parts of the round (nan with chunk_size N):
+        .agreement: cosine of the first and the second half in time;
+        .noise_scale: tr(Cov) / |G|^2 in records, from random halves, inf where the estimate of |G|^2 is not positive
+            (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1).
+    Raises ValueError as influence_scores does, and on non-finite advantages.
     """
     agent, params = _agent_and_params(agent)
     advantages = torch.as_tensor(advantages, device=next(iter(params.values())).device).detach()
-    if advantages.dim() != 1 or not advantages.is_floating_point():
-        raise ValueError(
-            f"advantages must be a float tensor of shape [N] (flatten a [steps, envs] one), got {_describe(advantages)}"
-        )
-    n = _positive("advantages: the number of records", len(advantages))
-    _check_finite("advantages", advantages)
-    inds = torch.arange(n, device="cpu") if inds is None else torch.as_tensor(inds).cpu()
-    if inds.shape != (n,) or inds.is_floating_point() or not torch.equal(inds.sort().values, torch.arange(n, device="cpu")):
-        raise ValueError(f"inds must be a permutation of the {n} records, got {_describe(inds)} that is not one")
+    ok = advantages.dim() == 1 and len(advantages) and advantages.is_floating_point()
+    _require(ok, "advantages must be a float tensor of shape [N] (flatten a [steps, envs] one)", advantages)
+    _finite("advantages", advantages)
+    n = len(advantages)
+    records = torch.arange(n, device="cpu")
+    inds = records if inds is None else torch.as_tensor(inds).cpu()
+    ok = inds.shape == (n,) and not inds.is_floating_point() and torch.equal(inds.sort().values, records)
+    _require(ok, f"inds must be a permutation of the {n} records", inds)
 
     inds = inds.long()
     size = n if minibatch_size is None else min(n, _positive("minibatch_size", minibatch_size))
@@ -115,31 +137,69 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
                 a = advantages[part].view(-1, width)
                 normalized[part] = ((a - a.mean(1, keepdim=True)) / (a.std(1, keepdim=True) + 1e-8)).flatten()
 
-    with _scoring(agent, logprob) as call:
+    whole = chunk_size is not None and chunk_size >= n
+    parts = [records] if whole else [part for part in _quarters(records) if len(part)]
+    chunks = _chunks(n, chunk_size, halve=forward_mode)
 
-        def log_pi(i):
-            return _vector("logprob", call(i), i)
+    def log_pi(inds):
+        return _vector("logprob", logprob(inds), inds)
 
-        shares = [(i,) for i in _chunks(n, chunk_size)]
-        direction = _gradient(params, lambda i: (advantages[i] * log_pi(i)).sum() / n, shares, "logprob")
-        products = _products(agent, params, log_pi, direction, _chunks(n, chunk_size, halve=True))
-    # The direction is the mean of A_i * grad log pi_i, so that its square is known twice.
-    _check_sum(advantages * products / n, sum((v * v).sum() for v in direction.values()))
-    scores = normalized * products  # L_i = -A_i * log pi_i, its constant taken out: a product with one is slow in forward mode
-    _check_finite("scores", scores)
-    return scores
+    def target(share):
+        gradients, graphs, logprobs = [], [], None
+        for part in parts:
+            gradients.append({})
+            for inds in part.tensor_split(-(-len(part) // (chunk_size or n))):
+                values, *graph = _open(params, log_pi, inds, advantages[inds] / n, create_graph=share)
+                _finite("logprob", values)
+                _add(gradients[-1], graph[-1])
+                logprobs = values.new_empty(n) if logprobs is None else logprobs
+                logprobs[inds] = values
+                graphs += [graph] if share else []
+        return gradients, graphs, logprobs
+
+    def compute():
+        share = not forward_mode and (chunk_size is None or whole)
+        try:
+            gradients, graphs, logprobs = target(share)
+        except RuntimeError as error:  # of a function that refuses to have its gradient differentiated
+            if not share or isinstance(error, torch.OutOfMemoryError):
+                raise
+            gradients, graphs, logprobs = target(False)
+        total = {}
+        for gradient in gradients:
+            _add(total, gradient)
+        direction = _complete("logprob", total, params)
+        square = _dot(total, total)  # the direction is the mean of A_i grad log pi_i, so this is known twice
+        # Where a probability rounds to one, its gradient is lost. This is the rounding error relative to what is left.
+        left = (advantages.abs() * logprobs.expm1().abs().clamp(max=1)).sum() / advantages.abs().sum()
+        rounding = float(torch.finfo(logprobs.dtype).eps / left)
+        if rounding > 0.1:
+            products = torch.zeros_like(advantages)
+        else:
+            first = [lambda: (_forward_mode(agent, params, log_pi, direction, chunks), square)] if forward_mode else []
+            first += [lambda: (_close(graphs, direction, n), square)] if graphs else []
+            products = _products(agent, params, log_pi, direction, chunks, first, advantages / n, rounding)
+        # L_i = -A_i * log pi_i, its constant taken out: a product with one is slow in forward mode
+        scores = _finite("scores", normalized * products)
+        scores.agreement, scores.noise_scale = _consistency(gradients, [len(part) for part in parts])
+        return scores
+
+    return _undisturbed(agent, lambda: log_pi(chunks[0]), compute)
 
 
-def action_influence(agent, logprob_of_action, record_losses, num_records, *, chunk_size=None):
+def action_influence(agent, logprob_of_action, record_losses, num_records, *, chunk_size=None, forward_mode=False):
     """Scores of records against one action at one state, f_action = log pi(a|s) (paper sections 3.1 and 4.2).
 
     logprob_of_action: logprob_of_action() -> scalar, log pi(a|s) of the chosen state and action.
     The other arguments, the result and the errors are those of influence_scores.
     """
-    agent, params = _agent_and_params(agent)
-    with _scoring(agent, logprob_of_action) as call:
-        direction = _gradient(params, call, [()], "logprob_of_action")
-    return influence_scores(agent, record_losses, direction, num_records, chunk_size=chunk_size)
+    name, (module, params) = "logprob_of_action", _agent_and_params(agent)
+
+    def target():
+        return _complete(name, _gradient(_scalar(name, logprob_of_action()), params), params)
+
+    direction = _undisturbed(module, logprob_of_action, target)
+    return influence_scores(agent, record_losses, direction, num_records, chunk_size=chunk_size, forward_mode=forward_mode)
 
 
 def filter_bottom(scores, percent, *, of="negative"):
@@ -150,14 +210,11 @@ def filter_bottom(scores, percent, *, of="negative"):
     Raises ValueError on scores that are empty, not 1-D or not finite, and on a percent outside [0, 100].
     """
     scores = torch.as_tensor(scores).detach()
-    if scores.dim() != 1:
-        raise ValueError(f"scores must have the shape [N], got {_describe(scores)}")
-    _positive("scores: the number of records", len(scores))
-    _check_finite("scores", scores)
-    if isinstance(percent, (bool, str)) or percent is None or not 0 <= percent <= 100:
-        raise ValueError(f"percent must lie in [0, 100], got {percent}")
-    if of not in ("negative", "all"):
-        raise ValueError(f"of must be 'negative' or 'all', got {of!r}")
+    _require(scores.dim() == 1 and len(scores), "scores must have the shape [N]", scores)
+    _finite("scores", scores)
+    ok = not isinstance(percent, (bool, str, type(None))) and 0 <= percent <= 100
+    _require(ok, "percent must lie in [0, 100]", percent)
+    _require(of in ("negative", "all"), "of must be 'negative' or 'all'", of)
     n = int((scores < 0).sum()) if of == "negative" else len(scores)
     drop = int(Fraction(str(float(percent))) * n / 100)  # exact: as floats, 0.57 percent of 10000 would be 56
     return scores.argsort(stable=True)[drop:].sort().values
@@ -166,18 +223,18 @@ def filter_bottom(scores, percent, *, of="negative"):
 def log_influence(writer, scores, kept, global_step, *, advantages=None, filtered=True):
     """Log the `influence/*` rows of one round through a TensorBoard SummaryWriter (W&B: sync_tensorboard=True).
 
-    scores: [N]; kept: the indices trained on; advantages: [N] raw, for their Spearman correlation with the scores; filtered:
-    False if the round was left whole by choice. Only finite scores enter; the others are counted in influence/nonfinite.
+    scores: [N], as return_influence returns them; kept: the indices trained on; advantages: [N] raw, for their Spearman
+    correlation with the scores; filtered: False if the round was left whole by choice. Only finite scores enter; the others are
+    counted in influence/nonfinite. A noise scale that is infinite is counted in influence/noise_scale_infinite instead.
     """
+    row = {"agreement": getattr(scores, "agreement", np.nan), "noise_scale": getattr(scores, "noise_scale", np.nan)}
+    if not np.isnan(row["noise_scale"]):
+        row["noise_scale_infinite"] = np.isinf(row["noise_scale"])
     scores = torch.as_tensor(scores).detach().cpu().double().numpy()
     finite = np.isfinite(scores)
     x = scores[finite]
-    row = {
-        "records_kept": len(kept),
-        "dropped_fraction": 1 - len(kept) / len(scores) if len(scores) else 0.0,
-        "filtered_round": int(filtered),
-        "nonfinite": int((~finite).sum()),
-    }
+    row |= {"records_kept": len(kept), "dropped_fraction": (len(scores) - len(kept)) / max(len(scores), 1)}
+    row |= {"filtered_round": filtered and scores.any(), "nonfinite": len(scores) - len(x)}
     if len(x):
         row |= {"negative_fraction": (x < 0).mean(), "score_mean": x.mean(), "score_std": x.std()}
         row |= {"score_min": x.min(), "score_max": x.max()}
@@ -187,12 +244,11 @@ def log_influence(writer, scores, kept, global_step, *, advantages=None, filtere
         edges = width * np.arange(np.floor(x.min() / width), np.floor(x.max() / width) + 2)
         writer.add_histogram("influence/scores", x.clip(edges[0], edges[-1]), global_step, bins=edges)
         if advantages is not None:
-            if len(advantages) != len(scores):
-                raise ValueError(f"advantages: {len(advantages)} for {len(scores)} scores")
+            _require(len(advantages) == len(scores), f"advantages: {len(advantages)} for {len(scores)} scores")
             advantages = torch.as_tensor(advantages).detach().cpu().double().numpy()[finite]
-            rank_of_score, rank_of_advantage = _ranks(x), _ranks(advantages)
-            if rank_of_score.std() > 0 and rank_of_advantage.std() > 0:  # undefined if either is constant
-                row["advantage_correlation"] = np.corrcoef(rank_of_score, rank_of_advantage)[0, 1]
+            ranks = _ranks(x), _ranks(advantages)
+            if ranks[0].std() > 0 and ranks[1].std() > 0:  # undefined if either is constant
+                row["advantage_correlation"] = np.corrcoef(ranks)[0, 1]
     for name, value in row.items():
         if np.isfinite(value):
             writer.add_scalar(f"influence/{name}", float(value), global_step)
@@ -201,259 +257,284 @@ def log_influence(writer, scores, kept, global_step, *, advantages=None, filtere
 # ---- how the scores are computed
 
 
-def _gradient(params, target, chunks, what="target"):
-    """Sum over `chunks` (tuples of arguments of target) of the gradient of target, {name: Tensor}."""
-    total = {}
-    for chunk in chunks:
-        value = target(*chunk)
-        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not torch.isfinite(value):
-            got = f"{value.item()}" if isinstance(value, torch.Tensor) and value.numel() == 1 else _describe(value)
-            raise ValueError(f"{what} must return a finite scalar tensor, got {got}")
-        if not value.requires_grad:
-            continue
-        grads = torch.autograd.grad(value.squeeze(), list(params.values()), allow_unused=True)
-        for name, grad in zip(params, grads):
-            if grad is not None:
-                total[name] = total[name].add_(grad) if name in total else grad.clone()
-    if not total:
-        raise ValueError(f"{what}: {_INDEPENDENT}")
-    return {name: total[name] if name in total else torch.zeros_like(p) for name, p in params.items()}
+def _gradient(value, params, **options):
+    """{name: gradient} of a scalar, of the parameters that it depends on."""
+    if not value.requires_grad:
+        return {}
+    grads = torch.autograd.grad(value.squeeze(), list(params.values()), allow_unused=True, **options)
+    return {name: grad for name, grad in zip(params, grads) if grad is not None}
 
 
-def _products(agent, params, losses, direction, chunks):
-    """< grad L_i, direction > of all records, by the first way that the operations of the network allow."""
-    ways = [
-        (way, kernels) for way in (_forward_mode, _double_backward) for kernels in (contextlib.nullcontext, _plain_kernels)
-    ]
-    for way, kernels in ways:
-        try:
-            with kernels():
-                return way(agent, params, losses, direction, chunks).detach()
-        except RuntimeError as error:  # NotImplementedError is one
-            if isinstance(error, torch.OutOfMemoryError) or way is _double_backward and kernels is _plain_kernels:
-                raise
+def _add(total, gradient):
+    for name, grad in gradient.items():
+        total[name] = total[name].add_(grad.detach()) if name in total else grad.detach().clone()
 
 
-@contextlib.contextmanager
-def _lent(agent, tensors):
-    """Let `agent` run with other tensors in place of its parameters, {id(parameter): tensor}, tied ones included."""
-    slots = [(m._parameters, name, p) for m in agent.modules() for name, p in m._parameters.items() if id(p) in tensors]
+def _complete(what, gradient, params):
+    """The gradient with zeros for what it does not depend on."""
+    _require(
+        gradient,
+        f"{what}: the value does not depend on the trainable parameters of agent;"
+        " does the closure run this very agent, outside torch.no_grad and without detach?",
+    )
+    return {name: gradient[name] if name in gradient else torch.zeros_like(p) for name, p in params.items()}
+
+
+def _open(params, losses, inds, weights, create_graph=True):
+    """Losses of some records; their inds; weights w; and {name: gradient of w @ losses}, as a function of w."""
+    values, w = losses(inds), weights.clone().requires_grad_()
+    return values.detach(), inds, w, _gradient((w * values).sum(), params, create_graph=create_graph)
+
+
+def _close(graphs, direction, n):
+    """< grad L_i, direction > of n records, [n]: the derivatives in w of < gradient, direction >."""
+    pairs = [(grad, direction[name]) for _, _, gradient in graphs for name, grad in gradient.items()]
+    inds, weights = torch.cat([graph[0] for graph in graphs]), [graph[1] for graph in graphs]
+    if not pairs:
+        return torch.zeros(n, dtype=weights[0].dtype, device=weights[0].device)
+    grads, v = zip(*pairs)
+    parts = torch.autograd.grad(grads, weights, v, allow_unused=True)
+    products = weights[0].new_empty(n)
+    products[inds] = torch.cat([torch.zeros_like(w) if part is None else part for part, w in zip(parts, weights)])
+    return products
+
+
+@forward_ad.dual_level()
+def _forward_mode(agent, params, losses, direction, chunks):
+    """The products as one Jacobian-vector product."""
+    products, slots = [], [(m._parameters, name, p) for m in agent.modules() for name, p in m._parameters.items()]
+    lent = {}  # plain tensors, so that no reverse graph is kept; without a tangent where it would be zero (the critic's)
+    for name, p in params.items():
+        lent[id(p)] = forward_ad.make_dual(p.detach(), direction[name]) if direction[name].any() else p.detach()
     try:
         for parameters, name, p in slots:
-            parameters[name] = tensors[id(p)]
-        yield
+            parameters[name] = lent.get(id(p), p)
+        for inds in chunks:
+            value, product = forward_ad.unpack_dual(losses(inds))
+            products.append(torch.zeros_like(value) if product is None else product)
     finally:
         for parameters, name, p in slots:
             parameters[name] = p
+    return torch.cat(products).detach()
 
 
-@contextlib.contextmanager
-def _no_grad_stops_tangents():
-    """Let no_grad in a closure cut the derivative in forward mode as it does in reverse mode; by itself it would not.
+def _products(agent, params, losses, direction, chunks, first, weights=None, tolerance=0.0):
+    """< grad L_i, direction > of all records, [n]: by the first way whose sum, weighted, is the one that is known otherwise.
 
-    Every Python way to switch gradients calls torch._C._set_grad_enabled. (A TorchFunctionMode could watch for it without
-    replacing it, but costs a quarter of a forward and backward pass of a small network.)
+    first: functions that return products and that sum. After them comes reverse mode, with plain kernels at the second try;
+    at last one backward pass a record, which is slow and needs nothing else than what training needs.
     """
-    set_grad_enabled = torch._C._set_grad_enabled
+    n, device = sum(map(len, chunks)), next(iter(params.values())).device
+    weights = torch.ones(n, device=device) if weights is None else weights
+    precision = _precision(agent)
+    tolerance, reason = max(min(100 * precision, precision**0.5), tolerance), ""
 
-    def set_both(enabled):
-        set_grad_enabled(enabled)
-        torch._C._set_fwd_grad_enabled(enabled)
+    def reverse():
+        products, total = [], {}
+        for inds in chunks:
+            _, _, w, gradient = _open(params, losses, inds, weights[inds])
+            products.append(_close([(inds - inds[0], w, gradient)], direction, len(inds)))
+            _add(total, gradient)
+        return torch.cat(products), _dot(_complete("record_losses", total, params), direction)
 
-    torch._C._set_grad_enabled = set_both
-    # A torch.library.custom_op skips its autograd, and so drops the tangents silently, where no argument requires a gradient
-    any_requires_grad, torch._C._any_requires_grad = torch._C._any_requires_grad, lambda *_, **__: True
-    try:
-        yield
-    finally:
-        torch._C._set_grad_enabled = set_grad_enabled
-        torch._C._any_requires_grad = any_requires_grad
-
-
-@contextlib.contextmanager
-def _constant_inputs_of_convolutions():
-    """Two convolutions where the input has no tangent (the first layer's images), in forward mode; torch alone makes a tangent
-    of zeros and convolves it as well."""
-
-    def skipping(conv):
-        def call(input, weight, bias=None, *args, **kwargs):
-            if torch._C._functorch.peek_interpreter_stack() is not None:  # within vmap, duals cannot be taken apart
-                return conv(input, weight, bias, *args, **kwargs)
-            (x, dx), (w, dw), (b, db) = (forward_ad.unpack_dual(t) if t is not None else (t, t) for t in (input, weight, bias))
-            if dx is not None or dw is None or not torch._C._is_fwd_grad_enabled():
-                return conv(input, weight, bias, *args, **kwargs)
-            return forward_ad.make_dual(conv(x, w, b, *args, **kwargs), conv(x, dw, db, *args, **kwargs))
-
-        return call
-
-    names = ("conv1d", "conv2d", "conv3d")
-    before = {name: getattr(F, name) for name in names}
-    try:
-        for name in names:
-            setattr(F, name, skipping(before[name]))
-        yield
-    finally:
-        for name in names:
-            setattr(F, name, before[name])
+    for way in [*first, reverse, _plain_kernels(reverse, device)]:
+        try:
+            products, known = way()
+        except RuntimeError as error:  # NotImplementedError is one
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = str(error).splitlines()[0][:120]
+            continue
+        parts = weights * products
+        off = float((parts.sum() - known).abs() / (parts.abs().sum() + abs(known)))
+        if not off > tolerance:
+            return products
+        reason = f"their sum is {off:.1e} off"
+    warnings.warn(f"the scores are computed slowly, record by record: no other way is exact for this network ({reason})")
+    gradients = (_gradient(value, params, retain_graph=True) for inds in chunks for value in losses(inds))
+    return torch.stack([torch.as_tensor(_dot(gradient, direction)) for gradient in gradients])
 
 
-def _forward_mode(agent, params, losses, direction, chunks, all_tangents=False):
-    products = []
-    with forward_ad.dual_level():
-        # a parameter that the target does not use (the critic's) needs no tangent
-        tangents = {id(p): direction[name].to(p.dtype) for name, p in params.items()}
-        lent = {id(p): p.detach() for p in params.values()}
-        with_tangent = {key for key, tangent in tangents.items() if all_tangents or tangent.any()}
-        lent |= {key: forward_ad.make_dual(lent[key], tangents[key]) for key in with_tangent}
-        with _lent(agent, lent), _no_grad_stops_tangents(), _constant_inputs_of_convolutions():
-            for inds in chunks:
-                value, product = forward_ad.unpack_dual(losses(inds))
-                # Nothing lent requires a gradient, so no reverse graph is kept. If the losses require one all the same, the
-                # closure holds a parameter itself, not through the agent, and forward mode has missed it.
-                if value.requires_grad or (product is None and all_tangents):
-                    raise NotImplementedError("the losses depend on no parameter of the agent, or on one held by the closure")
-                products.append(product)
-    if any(product is None for product in products):  # the losses use no parameter of the target, or none at all
-        return _forward_mode(agent, params, losses, direction, chunks, all_tangents=True)
-    return torch.cat(products)
+class _PlainAttention(TorchFunctionMode):
+    """Attention by operations that have second derivatives, in this thread."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is nn.functional.scaled_dot_product_attention:
+            return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+        if function is nn.functional.multi_head_attention_forward and kwargs.get("need_weights") is False:
+            return function(*args, **kwargs | {"need_weights": True})[0], None  # with its weights it is not fused
+        return function(*args, **kwargs)
 
 
-def _double_backward(agent, params, losses, direction, chunks):
-    products = []
-    for inds in chunks:
-        value = losses(inds)
-        weights = torch.ones_like(value, requires_grad=True)
-        grads = [None]
-        if value.requires_grad:
-            grads = torch.autograd.grad(weights @ value, list(params.values()), create_graph=True, allow_unused=True)
-        used = [(grad, direction[name].to(grad.dtype)) for name, grad in zip(params, grads) if grad is not None]
-        if not used:
-            raise ValueError(f"record_losses: {_INDEPENDENT}")
-        products.append(torch.autograd.grad([grad for grad, _ in used], weights, [v for _, v in used])[0])
-        _check_sum(products[-1], sum((grad.detach() * v).sum() for grad, v in used))
-    return torch.cat(products)
+def _plain_kernels(way, device):
+    """`way` with kernels that have second derivatives: attention's own are fused, as are cuDNN's for recurrent networks."""
+
+    def plain():
+        cudnn = torch.backends.cudnn.enabled
+        try:
+            if device.type == "cuda":
+                torch.backends.cudnn.enabled = False
+            with _PlainAttention():
+                return way()
+        finally:
+            torch.backends.cudnn.enabled = cudnn
+
+    return plain
 
 
-@contextlib.contextmanager
-def _plain_kernels():
-    """Kernels of which every operation has derivatives of all kinds: no fused recurrent cells, no flash attention."""
-    backends = (torch.backends.mkldnn, torch.backends.cudnn)
-    before = [b.enabled for b in backends]
-    try:
-        for b in backends:
-            b.enabled = False
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        for b, enabled in zip(backends, before):
-            b.enabled = enabled
+def _quarters(records):
+    """The records as index tensors of first (0, 1) and second (2, 3) half in time, each cut into random halves (0, 2; 1, 3)."""
+    generator = torch.Generator("cpu").manual_seed(len(records))
+    halves = [half[torch.randperm(len(half), generator=generator, device="cpu")] for half in records.tensor_split(2)]
+    return [part.sort().values for half in halves for part in half.tensor_split(2)]
 
 
-@contextlib.contextmanager
-def _scoring(agent, closure):
-    """Evaluate `closure` with the agent in evaluation mode, eagerly and with gradients; then put everything back.
+def _consistency(gradients, sizes):
+    """Agreement and noise scale from the gradients over the quarters, of sizes[i] records each, of one mean over all."""
+    if len(sizes) < 4 or any(gradient.keys() != gradients[0].keys() for gradient in gradients):
+        return np.nan, np.nan
+    flat = (torch.stack([gradient[name].flatten() for gradient in gradients]) for name in gradients[0])
+    gram = sum((x.conj() @ x.T).real for x in flat).double().cpu().numpy()
+    n, (early, late), sides = sum(sizes), np.array([[1, 1, 0, 0], [0, 0, 1, 1]]), np.array([[1, 0, 1, 0], [0, 1, 0, 1]])
+    length = np.sqrt((early @ gram @ early) * (late @ gram @ late))
+    agreement = early @ gram @ late / length if length > 0 else np.nan
+    first, second = (side * n / (side @ sizes) for side in sides)  # the mean gradient over each random half
+    square, difference = first @ gram @ second, (first - second) @ gram @ (first - second)
+    trace = difference / sum(1 / (side @ sizes) for side in sides)
+    return float(agreement), float(trace / square) if square > 0 else np.inf if trace > 0 else np.nan
 
-    Yields the closure to call. Where its calls drew random numbers or changed buffers, it must still give the same value
-    twice, or there is no one function to differentiate: then ValueError.
+
+def _undisturbed(agent, probe, compute):
+    """compute() with `agent` in evaluation mode, eager, with gradients, on copies of its buffers; then all is put back.
+
+    Where random numbers were drawn or buffers changed, probe() must still give the same value twice, or there is no one
+    function to differentiate: then ValueError.
     """
-    modes = [(m, m.training) for m in agent.modules()]
-    buffers = [(m, n, b, b.clone()) for m, _ in modes for n, b in m._buffers.items() if b is not None]
+    kept = [(m, m.training, dict(vars(m))) for m in agent.modules()]
+    kept_dicts = [(d, dict(d)) for _, _, attributes in kept for d in attributes.values() if isinstance(d, dict)]
+    slots = [(m._buffers, name, b, b.detach().clone()) for m, *_ in kept for name, b in m._buffers.items() if b is not None]
     devices = {p.device for p in agent.parameters() if p.is_cuda}
-    calls = []
-
-    def call(*args):
-        calls[:] = calls or [args]
-        return closure(*args)
-
-    def rng():
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
-
-    # compiled code has no forward mode, and hooks and swapped parameters would recompile it
+    rng = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+    # compiled code cannot be differentiated twice
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
-    before = rng()
-    try:
-        for m, mode in modes:
-            # cuDNN's recurrent kernels have a backward in training mode only, and without dropout the two modes are one
-            m.training = mode and isinstance(m, nn.RNNBase) and m.dropout == 0
-        with eager, torch.inference_mode(False), torch.enable_grad():
-            yield call
-            changed = any(m._buffers.get(n) is not b or not torch.equal(b, value) for m, n, b, value in buffers)
-            if calls and (changed or not all(map(torch.equal, before, rng()))):
-                with torch.no_grad():
-                    if not torch.equal(closure(*calls[0]), closure(*calls[0])):
-                        raise ValueError(
-                            "the closure gives another value at each call (random numbers, or a buffer that it updates): make"
-                            " it deterministic in evaluation mode, e.g. F.dropout(x, training=self.training), a stored action"
-                        )
-    finally:
-        for m, mode in modes:
-            m.training = mode
-        for m, n, b, value in buffers:
-            m._buffers[n] = b
-            if not torch.equal(b, value):
-                with torch.no_grad():
-                    b.detach_().copy_(value)
-        torch.set_rng_state(before[0])
-        for device, state in zip(devices, before[1:]):
+
+    def changed():
+        pairs = [*zip(rng, [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)])]
+        pairs += [(b, buffers[name]) for buffers, name, b, _ in slots if b.layout is torch.strided]
+        return not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+    def put_back():
+        if done:
+            return
+        for m, training, attributes in kept:
+            m.training = training
+            for name in vars(m).keys() - attributes.keys():
+                del vars(m)[name]
+            vars(m).update(attributes)
+        for d, content in kept_dicts:
+            d.clear()
+            d.update(content)
+        torch.set_rng_state(rng[0])
+        for device, state in zip(devices, rng[1:]):
             torch.cuda.set_rng_state(state, device)
+        done.append(True)
+
+    done = []
+    try:
+        try:
+            for m, training, _ in kept:
+                # cuDNN's recurrent kernels have a backward in training mode only, and without dropout the two modes are one
+                m.training = training and isinstance(m, nn.RNNBase) and m.dropout == 0
+            for buffers, name, _, copy in slots:
+                buffers[name] = copy
+            parametrize._cache.clear()
+            with eager, torch.inference_mode(False), torch.enable_grad():
+                result = compute()
+                with torch.no_grad():
+                    _require(
+                        not changed() or torch.equal(probe(), probe()),
+                        "the closure gives another value at each call (random numbers, or a buffer that it updates): make it"
+                        " deterministic in evaluation mode, e.g. F.dropout(x, training=self.training), a stored action",
+                    )
+                return result
+        finally:
+            put_back()
+    finally:
+        put_back()  # again, as an interrupt may have come in the middle of it
 
 
 # ---- checks
 
-_INDEPENDENT = (
-    "the value does not depend on the trainable parameters of agent;"
-    " does the closure run this very agent, outside torch.no_grad and without detach?"
-)
+
+def _require(condition, message, *got):
+    if not condition:
+        raise ValueError(message + "".join(f", got {_describe(value)}" for value in got))
 
 
 def _agent_and_params(agent):
     agent = getattr(agent, "_orig_mod", agent)  # of a module from torch.compile: the module
-    if not isinstance(agent, nn.Module):
-        raise ValueError(f"agent must be a torch.nn.Module, got {_describe(agent)}")
+    _require(isinstance(agent, nn.Module), "agent must be a torch.nn.Module", agent)
     params = {name: p for name, p in agent.named_parameters() if p.requires_grad}
-    if not params:
-        raise ValueError("agent has no trainable parameters")
+    _require(params, "agent has no trainable parameters")
     return agent, params
 
 
+def _precision(agent):
+    """The relative precision that the network computes in."""
+    coarse = torch.get_float32_matmul_precision() != "highest"  # TF32, or bfloat16 on some CPUs
+    precision = 0.0
+    for p in agent.parameters():
+        if p.is_floating_point() or p.is_complex():
+            precision = max(precision, torch.finfo(p.dtype).eps)
+            if p.dtype == torch.float32 and (coarse or p.is_cuda and torch.backends.cudnn.allow_tf32):
+                precision = max(precision, 2.0**-8)
+    return precision
+
+
 def _chunks(num_records, chunk_size, halve=False):
+    """Without a chunk_size all at once; in forward mode half of them, as it holds two numbers where training holds one."""
     n = _positive("num_records", num_records)
     whole = max(512, (n + 1) // 2) if halve else n
     return torch.arange(n, device="cpu").split(whole if chunk_size is None else _positive("chunk_size", chunk_size))
 
 
 def _positive(name, value):
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or value % 1 != 0 or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value}")
+    ok = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value > 0
+    _require(ok, f"{name} must be a positive integer", value)
     return int(value)
 
 
-def _vector(name, value, inds):
-    if not isinstance(value, torch.Tensor) or value.shape != (len(inds),) or not value.is_floating_point():
-        raise ValueError(f"{name}(inds) must return a float tensor of shape [{len(inds)}], got {_describe(value)}")
+def _scalar(name, value):
+    ok = isinstance(value, torch.Tensor) and value.numel() == 1 and torch.isfinite(value)
+    _require(ok, f"{name} must return a finite scalar tensor", value)
+    parametrize._cache.clear()  # of parametrize.cached(): its tensors must not outlive the graph that is scored
     return value
 
 
-def _check_sum(products, total):
-    """RuntimeError if products do not have the sum that is known otherwise: an operation has no second derivative, or another
-    one in forward mode. The tolerance leaves room for TF32 and half precision."""
-    error, scale = (products.sum() - total).abs(), products.abs().sum() + total.abs()
-    if error > max(0.01, torch.finfo(products.dtype).eps ** 0.5) * scale:
-        raise RuntimeError(
-            f"an operation of the network has no consistent derivatives: the scores are {float(error / scale):.0%} off"
-        )
+def _vector(name, value, inds):
+    ok = isinstance(value, torch.Tensor) and value.shape == (len(inds),) and value.is_floating_point()
+    _require(ok, f"{name}(inds) must return a float tensor of shape [{len(inds)}]", value)
+    parametrize._cache.clear()
+    return value
 
 
-def _check_finite(name, x):
-    bad = (~torch.isfinite(x)).nonzero().flatten()
-    if len(bad):
-        raise ValueError(
-            f"{name}: {len(bad)} of {len(x)} are not finite, the first at index {int(bad[0])} ({x[bad[0]].item()})"
-        )
+def _finite(name, x):
+    bad = (~torch.isfinite(x)).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(f"{name}: {len(bad)} of {len(x)} are not finite, the first at index {bad[0]} ({x[bad[0]].item()})")
+    return x
 
 
 def _describe(value):
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(type(value).__name__)
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return f"{value.dtype} {list(value.shape)}"
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def _dot(gradient, direction):
+    """The real inner product, of complex parameters too."""
+    return sum((grad.conj() * direction[name]).sum().real for name, grad in gradient.items())
 
 
 def _ranks(x):
