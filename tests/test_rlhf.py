@@ -451,13 +451,13 @@ def test_the_small_models_are_built_from_reviews(tmp_path, monkeypatch):
     rlhf.prepare(str(tmp_path / "tiny"))
     rlhf.prepare(str(tmp_path / "tiny"))  # another run was faster
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
-    monkeypatch.setattr(rlhf, "TINY", str(tmp_path / "tiny"))
+    monkeypatch.setattr(rlhf, "TINY", tmp_path / "tiny")
     _, _, tokenizer = rlhf.make_agent(rlhf.Args(), "cpu")
     ids, mask = rlhf.tokenize(tokenizer, ["The best film", "why"], [8, 2])
     assert rlhf.decode(tokenizer, ids, mask) == ["the best film", ""]  # "why" is not among the words
     assert mask.tolist() == [[False] * 5 + [True] * 3, [False] * 7 + [True]]
     classify = rlhf.make_classifier("--reward-model-name", "tiny", 1, "cpu", probability=True)
-    assert classify(["the best film", "", "why"]).shape == (3,)
+    assert classify(["a"] * 3, ["the best film", "", "why"]).shape == (3,)
 
 
 # ---- bad input
@@ -466,12 +466,14 @@ def test_the_small_models_are_built_from_reviews(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags, culprit",
     [
-        ("--model-name nobody/nothing", "--model-name nobody/nothing: cannot load config.json (the hub does not answer"),
+        ("--model-name nobody/nothing", "--model-name nobody/nothing cannot be loaded"),
         ("--model-name ./nowhere", "no such folder"),
-        ("--model-name {}", "config.json is missing"),
+        ("--model-name {}", "a local folder needs config.json"),
+        ("--model-name {}/bert", "its tokens see the ones after them"),
+        ("--model-name {}/small", "its tokenizer has 24 tokens, its embedding only 9"),
         ("--model-name {}/mamba", "mamba has a state"),
         ("--reward-model-name {}/lm", "its weights lack score.weight"),
-        ("--reward-model-name {}/lm2", "tokenizer.json is missing"),
+        ("--reward-model-name {}/lm2", "needs config.json, the weights (model.safetensors) and the tokenizer"),
         ("--reward-model-name {}/classifier --reward-index 2", "2 classes"),
         ("--dataset-name {}/none.txt", "--dataset-name"),
         ("--dataset-name nobody/nothing", "--dataset-name nobody/nothing"),
@@ -480,6 +482,10 @@ def test_the_small_models_are_built_from_reviews(tmp_path, monkeypatch):
         ("--batch-size 81 --total-timesteps 81 --minibatch-size 1", "only 80 texts"),
         ("--max-prompt-tokens 30", "context"),
         ("--min-prompt-tokens 9", "--max-prompt-tokens 5"),
+        ("--min-response-tokens 9", "--max-response-tokens 6"),
+        ("--temperature 0", "--temperature 0"),
+        ("--reward os:nothing", "--reward os:nothing: not"),
+        ("--dataset-name {}/null.jsonl", "row 2 has [None] in text"),
         ("--minibatch-size 17", "--minibatch-size 17"),
         ("--filter nothing:here", "--filter nothing:here"),
         ("--filter-percent 101", "--filter-percent"),
@@ -498,13 +504,16 @@ def test_refused_before_work_starts(flags, culprit, folder, tmp_path):
         shutil.copytree(folder / "lm", folder / "mamba")
         config = transformers.MambaConfig(vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=1, state_size=2)
         transformers.MambaForCausalLM(config).save_pretrained(folder / "mamba")
-
-    def no_network(*_, **__):
-        raise ConnectionError("no network")
-
+    if "bert" in flags or "small" in flags:
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+        for name, size in (("bert", len(WORDS)), ("small", 9)):
+            shutil.copytree(folder / "lm", folder / name, dirs_exist_ok=True)
+            config = transformers.BertConfig(vocab_size=size, **sizes)
+            transformers.BertLMHeadModel(config).save_pretrained(folder / name)
+    if "null" in flags:
+        (folder / "null.jsonl").write_text('{"text": "a film"}\n{"text": null}\n')
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # what a run sets ends with the test
-        patch.setattr("huggingface_hub.HfApi.model_info", no_network)
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         message, out, done = run(f"{flags_of(folder)} {flags.format(folder)}", tmp_path)
     assert culprit in message and "\n" not in message and done is None and "Retrying" not in out
 
