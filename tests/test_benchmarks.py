@@ -424,20 +424,28 @@ def test_report_by_hand(results):
 
 
 def test_report_of_language_models_by_hand(tmp_path):
-    """The standard run's final level is 0.275; its trailing mean gets there in the last of four rounds, of 3 s each, influence's
-    in the first, of 2.5 s."""
-    for arm, rewards, seconds in (("none", [0.1, 0.2, 0.4, 0.4], [1, 0, 2]), ("influence", [0.3, 0.3, 0.5, 0.5], [1, 0.5, 1])):
-        (r,) = suites.runs_of("rlhf", seeds=1, names=(arm,))
+    """Plain PPO's points (KL, reward) are (4, 0.4), (2, 0.2): at equal KL 3 it has 0.3, and f_seq 0.5. Its final level of reward is
+    0.275: its trailing mean gets there in the last of four rounds, of 3 s each, f_seq's in the first, of 2.5 s."""
+    plain, influence = ([0.1, 0.2, 0.4, 0.4], [1, 0, 2]), ([0.3, 0.3, 0.5, 0.5], [1, 0.5, 1])
+    for arm, (rewards, seconds), kl, value in (
+        ("none, kl 0.02", plain, 4, 0.4),
+        ("none, kl 0.04", plain, 2, 0.2),
+        ("f_seq, kl 0.02", influence, 3, 0.5),
+        ("f_seq, kl 0.04", influence, 9, 0.5),
+    ):
+        (r,) = suites.runs_of("rlhf", seeds=1, rounds=4, names=(arm,))
         rows = []
         for k in range(5):
             did = [96, 0.25, *seconds] if k < 4 else [""] * 5
-            more = [rewards[k], 1, 20] if k < 4 else [""] * 3
-            rows.append(["rlhf", "reviews", arm, 100, "adam", 101, k, 128 * k, 0.1 * k, 128, *did, k, *more, 0.6])
+            more = [rewards[k], kl, 20] if k < 4 else [""] * 3
+            rows.append(["rlhf", "reviews", arm, 100, "adam", 101, k, 128 * k, value, 128, *did, k, *more, value + 0.1])
         run.save(tmp_path, r, rows, {"run": r.name, "command": r.command})
     block = rlhf.block(tmp_path)
-    assert cells(block, "influence")[0] == "1|25.0 (32.8 ± 1.5)|20.8 (16.8 ± 1.3)|0.400|0.200|0.000|0.600|1.0|25".split("|")
-    assert cells(block, "none")[0][:4] == ["1", "100.0", "100.0", "0.275"]
-    assert cells(block, "influence")[1] == ["1.00 (2.74)", "0.50 (2.15)", "1.00 (40.39)", "2.50 (45.28)", "0.83 (0.51)"]
+    assert "4 of 96 runs are in" in block
+    assert cells(block, "f_seq")[0] == "0.02|1|3.0|0.500|0.600|0.200|0.200|25".split("|")  # beyond KL 4 there is no curve
+    assert cells(block, "f_seq")[2] == "1|25.0 (32.8 ± 1.5)|20.8 (16.8 ± 1.3)|0.400".split("|")
+    assert cells(block, "none")[2] == ["1", "100.0", "100.0", "0.275"]
+    assert cells(block, "f_seq")[3] == ["1.00 (2.74)", "0.50 (2.15)", "1.00 (40.39)", "2.50 (45.28)", "0.83 (0.51)"]
     rlhf.draw(tmp_path)
     assert (tmp_path / "rlhf" / "rlhf.png").stat().st_size > 2000
     assert rlhf.block(tmp_path / "elsewhere") == "Not yet run: `python -m benchmarks.run rlhf`."
