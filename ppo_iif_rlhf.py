@@ -262,7 +262,7 @@ def make_agent(args, device):
     need(fits, f"{asked} are more than the {context} tokens of {args.model_name}'s context")
     # Two texts that differ in their last token only: what has been read before must not know it.
     with one_line(f"{given} does not work as a causal language model"), torch.no_grad():
-        texts = torch.tensor([[0, 0, 1], [0, 0, 2]])
+        texts = torch.tensor([[1, 2, 3], [1, 2, 4]])
         places = {"attention_mask": torch.ones_like(texts), "position_ids": torch.arange(3).repeat(2, 1)}
         out = lm.eval()(input_ids=texts, output_hidden_states=True, use_cache=False, logits_to_keep=3, **places)
         first, second = out.logits[:, :2].float()
