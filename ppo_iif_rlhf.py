@@ -273,11 +273,14 @@ def make_agent(args, device):
     if args.lora_r:
         with one_line(f"--lora-r: peft cannot adapt {args.model_name}", INSTALL, ImportError):
             import peft
+        dropout = args.lora_dropout if args.dropout else 0.0  # experts' adapters know none
+        lora = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
         known = lm.config.model_type in peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        lora = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": None if known else "all-linear"}
-        lora["lora_dropout"] = args.lora_dropout if args.dropout else 0.0  # experts' adapters know no dropout
-        with one_line(f"--lora-r: peft cannot adapt {args.model_name}"):
-            lm = peft.get_peft_model(lm, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+        try:
+            lm = peft.get_peft_model(lm, peft.LoraConfig(**lora, target_modules=None if known else "all-linear"))
+        except ValueError:  # its places are of another version of the architecture
+            with one_line(f"--lora-r: peft cannot adapt {args.model_name}"):
+                lm = peft.get_peft_model(lm, peft.LoraConfig(**lora, target_modules="all-linear"))
     agent = Agent(lm, args.temperature, out.hidden_states[-1].shape[-1]).to(device).eval()
     reference = None if args.lora_r else copy.deepcopy(agent).requires_grad_(False)
     if args.gradient_checkpointing:

@@ -217,7 +217,9 @@ def alone(agent, batch, i):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("target, record_loss", [("seq", "policy"), ("return", "policy"), ("seq_kl", "policy"), ("seq", "ppo")])
+@pytest.mark.parametrize(
+    "target, record_loss", [("seq", "policy"), ("return", "policy"), ("seq_kl", "policy"), ("seq", "ppo")]
+)
 def test_scores_against_a_loop_of_autograd(lora, target, record_loss):
     agent = make_agent(lora)
     args = rlhf.Args(batch_size=6, target=target, record_loss=record_loss, score_chunk=4, vf_coef=0.3)
