@@ -822,7 +822,8 @@ def check_args(args):
     """Refuse arguments that cannot work, before anything is started."""
     counts = "batch_size minibatch_size update_epochs torch_threads min_prompt_tokens max_response_tokens score_chunk"
     amounts = "save_every eval_prompts validation_prompts clip_coef max_grad_norm kl_coef lora_r reward_index eval_index"
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    shared = "batch_size minibatch_size validation_prompts eval_prompts"
+    processes, longest, most = int(os.environ.get("WORLD_SIZE", 1)), args.max_prompt_tokens, args.max_response_tokens
     limits = {
         "at least 1": (lambda x: x >= 1, f"{counts} kl_horizon generate_chunk eval_characters"),
         "finite and not negative": (lambda x: 0 <= x < np.inf, f"{amounts} min_response_tokens micro_batch_size"),
@@ -834,29 +835,20 @@ def check_args(args):
         "without a slash, which would make folders of it": (lambda x: "/" not in x, "exp_name"),
         f"at most the --batch-size {args.batch_size}": (lambda x: x <= args.batch_size, "minibatch_size"),
         f"at least one round of {args.batch_size}": (lambda x: x >= args.batch_size, "total_timesteps"),
-        f"at most the --max-prompt-tokens {args.max_prompt_tokens}": (
-            lambda x: x <= args.max_prompt_tokens,
-            "min_prompt_tokens",
-        ),
-        f"at most the --max-response-tokens {args.max_response_tokens}": (
-            lambda x: x <= args.max_response_tokens,
-            "min_response_tokens",
-        ),
-        f"a multiple of the {processes} processes": (
-            lambda x: x % processes == 0,
-            "batch_size minibatch_size validation_prompts eval_prompts",
-        ),
+        f"at most the --max-prompt-tokens {longest}": (lambda x: x <= longest, "min_prompt_tokens"),
+        f"at most the --max-response-tokens {most}": (lambda x: x <= most, "min_response_tokens"),
+        f"a multiple of the {processes} processes": (lambda x: x % processes == 0, shared),
     }
     for limit, (holds, names) in limits.items():
         for name in names.split():
             value = getattr(args, name)
             need(holds(value), f"--{name.replace('_', '-')} {value} must be {limit}")
     for flag, value, known in (
-        ("--filter", args.filter, ("influence", "random", "reward", "none")),
-        ("--reward", args.reward, (None,)),
+        ("--filter", args.filter, ["influence", "random", "reward", "none"]),
+        ("--reward", args.reward, []),
     ):
-        if value not in known:
-            with one_line(f"{flag} {value}: not {', '.join(filter(None, known))} or an importable module:function"):
+        if value not in [*known, None]:
+            with one_line(f"{flag} {value}: not {', '.join([*known, 'an importable module:function'])}"):
                 need(callable(pkgutil.resolve_name(value)), f"{flag} {value} is no function; give module:function")
     for flag, value in (("--eval-model-name", args.eval_model_name), ("--eval-dataset-name", args.eval_dataset_name)):
         need(args.eval_prompts or not value, f"{flag} {value} evaluates nothing without --eval-prompts N")
@@ -873,8 +865,8 @@ def check_args(args):
 def parse_args():
     """The arguments of the command line, with --resume on top of those of the checkpoint. Returns them with the checkpoint."""
     booleans = "|".join(field.name.replace("_", "[-_]") for field in fields(Args) if field.type is bool)
-    words = [re.sub(rf"^--({booleans})=[Tt]rue$", r"--\1", word) for word in sys.argv[1:]]  # so W&B's sweeps write them
-    words = [re.sub(rf"^--({booleans})=[Ff]alse$", r"--no-\1", word) for word in words]
+    words = [re.sub(rf"^--({booleans})=(?i:true)$", r"--\1", word) for word in sys.argv[1:]]  # so W&B's sweeps write them
+    words = [re.sub(rf"^--({booleans})=(?i:false)$", r"--no-\1", word) for word in words]
     args, checkpoint = tyro.cli(Args, args=words), None
     if args.resume:
         with one_line(f"--resume {args.resume} is not a whole checkpoint of {SCRIPT}"):
@@ -1080,9 +1072,15 @@ if __name__ == "__main__":
     writer = start_logging(args, run) if rank == 0 else None
     saved, start = (args, run, params, optimizer), (run.global_step, time.time())
     evaluation = (args, run, agent, tokenizer, measures, eval_prompts, device)
-    interrupts = []  # looked at where a checkpoint can be written; the second one ends the run at once
+    interrupts = []  # looked at where a checkpoint can be written
+
+    def interrupt(*_):
+        if interrupts and time.time() > interrupts[0] + 3:  # asked again; torchrun by itself passes each signal on
+            sys.exit(1)
+        interrupts.append(time.time())
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: sys.exit(1) if interrupts else interrupts.append(number))
+        signal.signal(number, interrupt)
 
     def collect(texts, n, key, fixed=False):
         prompts = draw_prompts(tokenizer, texts, n, args, key, run.iteration, fixed)

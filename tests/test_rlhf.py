@@ -277,6 +277,21 @@ def test_ways_that_save_memory_change_nothing(folder):
             torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-9)
 
 
+def test_bfloat16_ranks_records_as_float32_does(folder):
+    """Of the same weights, as bfloat16 has them, and one round: ranks and most signs agree, not the digits."""
+    scores, batch = [], None
+    for dtype in ("float32", "bfloat16"):
+        args = rlhf.Args(model_name=f"{folder}/lm", batch_size=24, dtype=dtype)
+        agent = rlhf.make_agent(args, "cpu")[0]
+        for p in agent.lm.parameters():
+            p.data = p.data.bfloat16().to(getattr(torch, dtype))
+        batch = batch or make_round(agent, args, 24)
+        scores.append(rlhf.score(agent, {k: x.float() if x.is_floating_point() else x for k, x in batch.items()}, args))
+    ranks = [x.argsort().argsort().float() for x in scores]
+    assert torch.corrcoef(torch.stack(ranks))[0, 1] > 0.95 and (scores[0].sign() == scores[1].sign()).float().mean() > 0.9
+    assert not torch.allclose(*scores, rtol=1e-3)
+
+
 def test_the_temperature_is_part_of_the_policy(folder):
     args = rlhf.Args(model_name=f"{folder}/lm", batch_size=6, temperature=0.5)
     agent = rlhf.make_agent(args, "cpu")[0].double()
