@@ -1,14 +1,23 @@
-# PPO with influence-based filtering (IIF), MiniGrid's symbolic images. Needs iif_core.py beside it and nothing else
-# of its project. Method: Hu et al., "A Snapshot of Influence", NeurIPS 2025, arXiv 2505.19281.
-import importlib
+"""PPO with influence-based filtering (IIF), for MiniGrid's symbolic images.
+
+A round: roll out the policy, estimate advantages, score every record by its influence on the round's return, leave out the most
+harmful ones, run PPO's epochs over the rest. In this order: arguments, agent, stages of a round, book-keeping, main loop. Needs
+iif_core.py beside it, nothing else of its project. Method: Hu et al., "A Snapshot of Influence", NeurIPS 2025, arXiv 2505.19281.
+"""
+
 import importlib.metadata
 import json
 import os
+import pkgutil
 import random
 import re
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import gymnasium as gym
@@ -17,7 +26,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import torch.optim as optim
 import tyro
 from minigrid.core.constants import OBJECT_TO_IDX
 from minigrid.core.grid import Grid
@@ -29,6 +37,9 @@ from iif_core import filter_bottom, log_influence, return_influence
 gym.register_envs(minigrid)
 
 SCRIPT = "ppo_iif_minigrid.py"
+WHICH = "vectors: ppo_iif.py, or ppo_iif_continuous.py; images: ppo_iif_minigrid.py, ppo_iif_atari.py; other ids: module:id"
+EVAL_STEPS = 27_000  # the most steps of an evaluation episode: half an hour of an Atari game
+STATISTICS = "ppo_iif_episode"  # in an environment's info; "episode" may be taken
 
 
 @dataclass
@@ -118,140 +129,29 @@ class Args:
     """signal leaves a round whole if all its rewards are equal and so are the returns of its episodes; always is the paper's
     rule"""
     eval_episodes: int = 0
-    """evaluate the policy of every round over so many episodes of sampled actions, in environments of their own (0: never)"""
+    """evaluate the policy of every round over so many episodes of sampled actions, in environments of their own (0: never);
+    an episode is cut after 27,000 steps"""
 
-    # to be filled in runtime
-    batch_size: int = field(init=False)
-    minibatch_size: int = field(init=False)
-    num_iterations: int = field(init=False)
-
-    def __post_init__(self):
-        self.batch_size = self.num_envs * self.num_steps
-        self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
-        self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
+    batch_size = property(lambda self: self.num_envs * self.num_steps)
+    minibatch_size = property(lambda self: self.batch_size // self.num_minibatches)
+    num_iterations = property(lambda self: self.total_timesteps // self.batch_size)
 
 
-def check_args(args):
-    """Refuse arguments that cannot work, before anything is started."""
-    if "/" in args.exp_name:
-        sys.exit(f"--exp-name {args.exp_name}: a slash would make folders of it")
-    for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads"):
-        if getattr(args, name) < 1:
-            sys.exit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    for name in ("seed", "save_every", "eval_episodes", "clip_coef", "max_grad_norm"):
-        if not getattr(args, name) >= 0:
-            sys.exit(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
-    for name in ("vf_coef", "ent_coef", "target_kl"):
-        if not np.isfinite(getattr(args, name) or 0):
-            sys.exit(f"--{name.replace('_', '-')} must be finite, got {getattr(args, name)}")
-    if args.seed >= 2**32:
-        sys.exit(f"--seed must be less than 2**32, got {args.seed}")
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            sys.exit(f"--{name.replace('_', '-')} must lie in [0, 1], got {getattr(args, name)}")
-    for name in ("learning_rate", "obs_scale"):
-        if not 0 < getattr(args, name) < float("inf"):
-            sys.exit(f"--{name.replace('_', '-')} must be positive and finite, got {getattr(args, name)}")
-    if not 0 <= args.filter_percent <= 100:
-        sys.exit(f"--filter-percent must lie in [0, 100], got {args.filter_percent}")
-    if args.batch_size % args.num_minibatches:
-        sys.exit(
-            f"--num-minibatches {args.num_minibatches} does not divide the round of num_envs * num_steps = {args.batch_size}"
-            " records: choose a divisor"
-        )
-    if args.num_iterations < 1:
-        sys.exit(
-            f"--total-timesteps {args.total_timesteps} is less than one round of {args.batch_size}: nothing would be trained"
-        )
-    if not re.fullmatch(r"(all|every:0*[1-9][0-9]*|[0-9]+(,[0-9]+)*)?", args.snapshot_rounds):
-        sys.exit(f"--snapshot-rounds {args.snapshot_rounds}: give rounds like 2,5,10, or all, or every:10")
-    beyond = max(snapshot_rounds(args), default=0)
-    if beyond >= args.num_iterations:
-        sys.exit(
-            f"--snapshot-rounds {args.snapshot_rounds}: there is no round {beyond}, they are 0 to {args.num_iterations - 1}"
-        )
-    if args.filter not in ("influence", "random", "none"):
-        module, _, function = args.filter.partition(":")
-        try:
-            if not callable(getattr(importlib.import_module(module), function)):
-                raise TypeError(f"{function} is not a function")
-        except Exception as error:
-            sys.exit(f"--filter {args.filter}: not influence, random, none or an importable module:function ({error})")
-    try:
-        is_object = isinstance(json.loads(args.env_kwargs), dict)
-    except json.JSONDecodeError:
-        is_object = False
-    if not is_object:
-        sys.exit(f"""--env-kwargs must be a JSON object like '{{"is_slippery": false}}', got {args.env_kwargs}""")
-
-
-def snapshot_rounds(args):
-    """The rounds that --snapshot-rounds names."""
-    kind, _, step = args.snapshot_rounds.partition(":")
-    if kind in ("all", "every"):
-        return range(0, args.num_iterations, int(step or 1))
-    return [int(k) for k in kind.split(",") if k]
-
-
-def derive_seed(*key):
-    """A seed for each key of integers from 0 to 2**32 - 1, for independent streams. (Zeros at its end make no difference.)"""
-    return int(np.random.SeedSequence(key).generate_state(1)[0])
-
-
-def make_env(env_id, idx, capture_video, run_name, env_kwargs, fully_observable):
-    def thunk():
-        video = capture_video and idx == 0
-        env = gym.make(env_id, **(env_kwargs | ({"render_mode": "rgb_array"} if video else {})))
-        if video:
-            env = gym.wrappers.RecordVideo(env, f"videos/{run_name}")
-        env = gym.wrappers.RecordEpisodeStatistics(env)
-        if fully_observable:
-            env = FullyObsWrapper(env)
-        return ImgObsWrapper(env)  # without the mission's text and the direction, which the agent's view implies
-
-    return thunk
-
-
-def check_env(args):
-    """Refuse an environment that this script cannot learn, with one line that says which can."""
-    try:
-        env = gym.make(args.env_id, **json.loads(args.env_kwargs))
-    except Exception as error:
-        sys.exit(f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}': {error} (the id of another package is module:id)")
-    if not isinstance(env.unwrapped, minigrid.minigrid_env.MiniGridEnv):
-        sys.exit(f"--env-id {args.env_id} is not of MiniGrid; use ppo_iif.py, ppo_iif_continuous.py or ppo_iif_atari.py")
-    size = min((env.unwrapped.width, env.unwrapped.height) if args.fully_observable else (env.unwrapped.agent_view_size,))
-    if size < 5:
-        sys.exit(f"--env-id {args.env_id}: images of {size} cells are too small for two 3x3 convolutions; they need 5")
-    env.close()
-
-
-def make_envs(args, run_name):
-    # SAME_STEP: the row after an episode's end is the first of a new one. (Gymnasium's default, NEXT_STEP, puts a row into the
-    # batch that nobody acted in, and a filter would earn credit for dropping it.)
-    return gym.vector.SyncVectorEnv(
-        [
-            make_env(args.env_id, i, args.capture_video, run_name, json.loads(args.env_kwargs), args.fully_observable)
-            for i in range(args.num_envs)
-        ],
-        copy=False,
-        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
-    )
-
-
-def make_eval_envs(args):
-    """The environments that evaluation plays in, apart from training's."""
-    thunk = make_env(args.env_id, 0, False, None, json.loads(args.env_kwargs), args.fully_observable)
-    return [thunk() for _ in range(min(args.eval_episodes, 32))]
-
-
-def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
-    torch.nn.init.orthogonal_(layer.weight, std)
-    torch.nn.init.constant_(layer.bias, bias_const)
+# ---- the agent
+def layer_init(layer, std=np.sqrt(2)):
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
     return layer
 
 
+def mlp(inputs, outputs, std):
+    hidden = [layer_init(nn.Linear(inputs, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+    return nn.Sequential(*hidden, layer_init(nn.Linear(64, outputs), std))
+
+
 class Agent(nn.Module):
+    """Policy and critic of images [n, width, height, 3] and actions [n]: log-probs and entropies [n], values [n, 1]."""
+
     def __init__(self, envs, obs_scale=255.0):
         super().__init__()
         width, height, channels = envs.single_observation_space.shape
@@ -265,20 +165,8 @@ class Agent(nn.Module):
             layer_init(nn.Linear(32 * (width - 4) * (height - 4), 64)),
             nn.ReLU(),
         )
-        self.actor = nn.Sequential(
-            layer_init(nn.Linear(64, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, int(envs.single_action_space.n)), std=0.01),
-        )
-        self.critic = nn.Sequential(
-            layer_init(nn.Linear(64, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 1), std=1.0),
-        )
+        self.actor = mlp(64, int(envs.single_action_space.n), std=0.01)
+        self.critic = mlp(64, 1, std=1.0)
 
     def features(self, x):
         return self.network(x.permute(0, 3, 1, 2) / self.obs_scale)
@@ -293,13 +181,11 @@ class Agent(nn.Module):
         hidden = self.features(x)
         return self.actor(hidden), self.critic(hidden)
 
-    def get_action_and_value(self, x, action=None):
+    def get_logprob_entropy_value(self, x, action):
         logits, value = self.get_logits_and_value(x)
         logprobs = F.log_softmax(logits, dim=-1)
-        if action is None:
-            action = torch.multinomial(logprobs.exp(), 1).squeeze(-1)
         entropy = torch.special.entr(logprobs.exp()).sum(-1)
-        return action, logprobs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, value
+        return logprobs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, value
 
     def policy(self, rng):
         """The sampling policy as a function of numpy images [n, width, height, 3], drawing from `rng`.
@@ -307,8 +193,7 @@ class Agent(nn.Module):
         It returns actions [n], their log-probs [n] and values [n]: the trunk is shared, so one pass gives all three. A grid
         shows few different images, and the agent stays the same, so each is computed once.
         """
-        device = next(self.parameters()).device
-        seen = {}
+        device, seen = next(self.parameters()).device, {}
 
         def act(x):
             keys = [image.tobytes() for image in x]
@@ -325,47 +210,35 @@ class Agent(nn.Module):
         return act
 
 
+# ---- the stages of a round
 def rollout(agent, envs, next_obs, num_steps, rng, device="cpu"):
     """Collect one round with the agent's current policy, theta(k).
 
     Returns the round, a dict of tensors [num_steps, num_envs, ...] on `device`; its finished episodes, a list of (step, env,
     return, length); and the observations [num_envs, width, height, 3] to begin the next round with.
     """
-    num_envs = envs.num_envs
-    obs = np.empty((num_steps + 1, num_envs, *envs.single_observation_space.shape), dtype=np.uint8)
-    actions = np.empty((num_steps, num_envs), dtype=np.int64)
-    logprobs, rewards = (np.empty((num_steps, num_envs), dtype=np.float32) for _ in range(2))
-    values = np.empty((num_steps + 1, num_envs), dtype=np.float32)
-    terminations, truncations = (np.empty((num_steps, num_envs), dtype=bool) for _ in range(2))
-    cut, episodes = [], []
-    act = agent.policy(rng)
+    shape, space = (num_steps, envs.num_envs), envs.single_observation_space
+    obs = np.empty((num_steps + 1, envs.num_envs, *space.shape), dtype=np.uint8)
+    actions, (logprobs, rewards) = np.empty(shape, dtype=np.int64), np.empty((2, *shape), dtype=np.float32)
+    values, (terminations, truncations) = np.empty((num_steps + 1, envs.num_envs), np.float32), np.empty((2, *shape), bool)
+    act, episodes, cut = agent.policy(rng), [], {}
 
     obs[0] = next_obs
     for t in range(num_steps):
         actions[t], logprobs[t], values[t] = act(obs[t])
         obs[t + 1], rewards[t], terminations[t], truncations[t], infos = envs.step(actions[t])
-        if "final_info" in infos:
-            episode = infos["final_info"]["episode"]
-            for i in np.flatnonzero(infos["_final_info"]):
-                episodes.append((t, int(i), float(episode["r"][i]), int(episode["l"][i])))
-                if truncations[t, i] and not terminations[t, i]:
-                    cut.append((t, i, infos["final_obs"][i]))
+        for i in np.flatnonzero(infos.get("_final_info", ())):
+            episode = infos["final_info"][STATISTICS]
+            episodes.append((t, int(i), float(episode["r"][i]), int(episode["l"][i])))
+            if not terminations[t, i]:  # a truncated episode goes on, only unseen
+                cut[t, i] = infos["final_obs"][i]
     values[-1] = act(obs[-1])[2]
 
-    batch = {
-        "obs": obs[:-1],
-        "actions": actions,
-        "logprobs": logprobs,
-        "rewards": rewards,
-        "values": values[:-1],
-        "next_values": values[1:].copy(),
-        "terminations": terminations,
-        "dones": terminations | truncations,
-    }
-    if cut:  # a truncated episode goes on, only unseen: its last value is that of its final observation
-        t, i, final_obs = zip(*cut)
-        batch["next_values"][t, i] = act(np.stack(final_obs))[2]
-    return {name: torch.from_numpy(x).to(device) for name, x in batch.items()}, episodes, obs[-1].copy()
+    arrays = {"obs": obs[:-1], "actions": actions, "logprobs": logprobs, "rewards": rewards, "values": values[:-1]}
+    arrays |= {"next_values": values[1:].copy(), "terminations": terminations, "dones": terminations | truncations}
+    if cut:  # obs shows the episode after it
+        arrays["next_values"][tuple(zip(*cut))] = act(np.stack(list(cut.values())))[2]
+    return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}, episodes, obs[-1].copy()
 
 
 def gae(batch, gamma, gae_lambda):
@@ -375,8 +248,7 @@ def gae(batch, gamma, gae_lambda):
     """
     deltas = batch["rewards"] + gamma * batch["next_values"] * ~batch["terminations"] - batch["values"]
     deltas, carry = deltas.cpu().numpy(), gamma * gae_lambda * (~batch["dones"]).float().cpu().numpy()
-    advantages = np.empty_like(deltas)
-    lastgaelam = np.zeros_like(deltas[0])
+    advantages, lastgaelam = np.empty_like(deltas), np.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
         advantages[t] = lastgaelam = deltas[t] + carry[t] * lastgaelam
     batch["advantages"] = torch.from_numpy(advantages).to(batch["values"].device)
@@ -386,13 +258,21 @@ def gae(batch, gamma, gae_lambda):
 
 def score(agent, batch, args, generator):
     """Influence [batch_size] of the records of a flat round on its return, advantages normalised as training does it."""
-    return return_influence(
-        agent,
-        lambda inds: agent.get_logprob(batch["obs"][inds], batch["actions"][inds]),
-        batch["advantages"],
-        minibatch_size=args.minibatch_size if args.norm_adv else 1,  # alone in its minibatch, a record is not normalised
-        inds=torch.randperm(args.batch_size, generator=generator),
-    )
+
+    def logprob(inds):
+        return agent.get_logprob(batch["obs"][inds], batch["actions"][inds])
+
+    inds = torch.randperm(args.batch_size, generator=generator)
+    size = args.minibatch_size if args.norm_adv else 1  # alone in its minibatch, a record is not normalised
+    return return_influence(agent, logprob, batch["advantages"], minibatch_size=size, inds=inds, forward_mode=True)
+
+
+def tells_apart(batch, episodes, args):
+    """Whether anything in a scored round tells good records from bad ones. If not, it is left whole."""
+    if not batch["scores"].any():  # they would be rounding errors: the policy is all but deterministic
+        return False
+    returns = {episodic_return for _, _, episodic_return, _ in episodes}
+    return args.filter_when == "always" or len(returns) > 1 or bool((batch["rewards"] != batch["rewards"][0]).any())
 
 
 def select(batch, args, generator):
@@ -402,20 +282,15 @@ def select(batch, args, generator):
         if args.filter == "random":
             kept = torch.randperm(args.batch_size, generator=generator)[: len(kept)].sort().values
         return kept
-    module, function = args.filter.split(":")
-    chosen = torch.as_tensor(getattr(importlib.import_module(module), function)(batch)).cpu()
+    n, chosen = args.batch_size, torch.as_tensor(pkgutil.resolve_name(args.filter)(batch)).cpu()
     if not chosen.numel():
-        chosen = chosen.long()
+        return chosen.flatten().long()
     if chosen.is_floating_point():
-        good = chosen.shape == (args.batch_size,) and torch.isfinite(chosen).all() and (chosen >= 0).all() and chosen.sum() > 0
+        good = chosen.shape == (n,) and chosen.isfinite().all() and chosen.min() >= 0 and chosen.sum() > 0
     else:
-        good = chosen.dim() == 1 and not ((chosen < 0) | (chosen >= args.batch_size)).any()
-        good = good and chosen.dtype in (torch.int32, torch.int64)
-    if not good:
-        sys.exit(
-            f"--filter {args.filter} must return indices of records, or one finite non-negative weight for each of the"
-            f" {args.batch_size} records, not all zero; got {chosen.dtype} {list(chosen.shape)}"
-        )
+        good = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1 and chosen.min() >= 0 and chosen.max() < n
+    kinds = f"indices of records, or one finite non-negative weight for each of the {n} records, not all zero"
+    need(good, f"--filter {args.filter} must return {kinds}; got {chosen.dtype} {list(chosen.shape)}")
     return chosen
 
 
@@ -438,378 +313,390 @@ def minibatches(selection, args, generator):
 
 def update(agent, optimizer, batch, selection, args, generator):
     """PPO's epochs over the selected records of a flat round. Returns the losses to log and the number of optimizer steps."""
-    steps, ratios = 0, []
+    if not len(selection):
+        return {}, 0
+    columns, ratios = ("obs", "actions", "logprobs", "advantages", "returns", "values"), []
     for epoch in range(args.update_epochs):
         mbs = minibatches(selection, args, generator)
-        if not mbs:
-            return {}, 0
         inds, sizes = torch.cat(mbs), [len(mb_inds) for mb_inds in mbs]
-        columns = ("obs", "actions", "logprobs", "advantages", "returns", "values")
         for mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_returns, mb_values in zip(
             *(batch[column][inds].split(sizes) for column in columns)
         ):
-            _, newlogprob, entropy, newvalue = agent.get_action_and_value(mb_obs, mb_actions)
+            newlogprob, entropy, newvalue = agent.get_logprob_entropy_value(mb_obs, mb_actions)
             logratio = newlogprob - mb_logprobs
             ratio = logratio.exp()
-
+            ratios.append(ratio.detach())
             if args.norm_adv and len(mb_advantages) > 1:
                 mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-
-            # Policy loss
-            pg_loss1 = -mb_advantages * ratio
-            pg_loss2 = -mb_advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-            pg_loss = torch.max(pg_loss1, pg_loss2).mean()
-
-            # Value loss
+            clipped_ratio = torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+            pg_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped_ratio).mean()
             newvalue = newvalue.view(-1)
             v_loss = (newvalue - mb_returns).square()
             if args.clip_vloss:
                 v_clipped = mb_values + torch.clamp(newvalue - mb_values, -args.clip_coef, args.clip_coef)
                 v_loss = torch.max(v_loss, (v_clipped - mb_returns).square())
             v_loss = v_loss.mean()
-
             loss = pg_loss + args.vf_coef * v_loss
             if args.ent_coef:
                 loss = loss - args.ent_coef * entropy.mean()
-
             optimizer.zero_grad()
             loss.backward()
             if args.max_grad_norm:
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()
-            steps += 1
-            ratios.append(ratio.detach())
+        approx_kl = ((ratio - 1) - logratio).mean().item()
+        if args.target_kl is not None and approx_kl > args.target_kl:
+            break
 
-        if args.target_kl is not None:
-            with torch.no_grad():
-                approx_kl = ((ratio - 1) - logratio).mean()
-            if approx_kl > args.target_kl:
-                break
-
-    with torch.no_grad():  # as CleanRL logs them: of the last minibatch, but clipfrac and explained_variance
-        losses = {
-            "value_loss": v_loss.item(),
-            "policy_loss": pg_loss.item(),
-            "entropy": entropy.mean().item(),
-            "old_approx_kl": (-logratio).mean().item(),
-            "approx_kl": ((ratio - 1) - logratio).mean().item(),
-            "clipfrac": ((torch.cat(ratios) - 1).abs() > args.clip_coef).float().mean().item(),
-        }
-    return losses, steps
+    var_y, residual = (x.var(correction=0).item() for x in (batch["returns"], batch["returns"] - batch["values"]))
+    losses = {  # as CleanRL logs them: of the last minibatch, but clipfrac and explained_variance
+        "value_loss": v_loss.item(),
+        "policy_loss": pg_loss.item(),
+        "entropy": entropy.mean().item(),
+        "old_approx_kl": (-logratio).mean().item(),
+        "approx_kl": approx_kl,
+        "clipfrac": ((torch.cat(ratios) - 1).abs() > args.clip_coef).float().mean().item(),
+        "explained_variance": 1 - residual / var_y if var_y else np.nan,
+    }
+    return losses, len(ratios)
 
 
 def evaluate(agent, envs, num_episodes, seed):
-    """Returns [num_episodes] of episodes with sampled actions, played side by side in the list `envs`; all randomness from
-    `seed`."""
+    """Returns [num_episodes] of episodes with sampled actions, in the list `envs`; all randomness from `seed`.
+
+    They are played side by side, each to its end before others begin, so that short ones get no favour. One that goes on after
+    EVAL_STEPS counts as it stands, and a line says so.
+    """
     rng = np.random.default_rng(seed)
-    act = agent.policy(rng)
-    seeds = rng.integers(2**31, size=num_episodes).tolist()
-    returns, obs, playing = np.zeros(num_episodes), {}, {}  # playing: environment -> its episode
-    started = 0
-    while started < num_episodes or playing:
-        # An episode that has begun is always finished, so that short ones get no favour.
-        for i in sorted(set(range(len(envs))) - set(playing)):
-            if started < num_episodes:
-                obs[i], _ = envs[i].reset(seed=seeds[started])
-                playing[i] = started
-                started += 1
-        order = list(playing)
-        actions, _, _ = act(np.stack([obs[i] for i in order]))
-        for i, action in zip(order, actions):
-            obs[i], _, _, _, info = envs[i].step(action)
-            if "episode" in info:
-                returns[playing.pop(i)] = info["episode"]["r"]
-    return returns
+    act, seeds, returns = agent.policy(rng), rng.integers(2**31, size=num_episodes).tolist(), []
+    for begun in range(0, num_episodes, len(envs)):
+        playing = [(env, env.reset(seed=s)[0]) for env, s in zip(envs, seeds[begun:])]
+        players, steps = [env for env, _ in playing], 0
+        while playing and steps < EVAL_STEPS:
+            actions, _, _ = act(np.stack([obs for _, obs in playing]))
+            after = [(env, *env.step(action)) for (env, _), action in zip(playing, actions)]
+            playing = [(env, obs) for env, obs, _, terminated, truncated, _ in after if not (terminated or truncated)]
+            steps += 1
+        if playing:
+            print(
+                f"{len(playing)} evaluation episodes did not end in {EVAL_STEPS} steps: they count with their returns so far"
+            )
+        returns += [env.get_wrapper_attr("episode_returns") for env in players]
+    return np.array(returns, dtype=np.float64)
 
 
-def new_run_name(args):
-    """A name of CleanRL's form whose folder in runs/ is new, also when several runs start within a second."""
-    started = int(time.time())
-    while True:
-        run_name = f"{args.env_id.split(':')[-1]}__{args.exp_name}__{args.seed}__{started}"
-        try:
-            os.makedirs(f"runs/{run_name}")
-            return run_name
-        except FileExistsError:
-            started += 1
+# ---- book-keeping: refusals, arguments, environments, random numbers, checkpoints, logs
 
 
-def save(path, state):
-    """Write a checkpoint whole or not at all: a kill in the middle leaves the one before."""
-    torch.save(state, f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)
+def need(condition, message):
+    if not condition:
+        sys.exit(message)
 
 
-def picture(obs):
-    """An observation [width, height, 3] of symbols, drawn: [pixels, pixels, 3]."""
-    grid, seen = Grid.decode(obs)
-    position, direction = (grid.width // 2, grid.height - 1), 3  # in its own view the agent looks up from the middle below
-    for position in np.argwhere(obs[..., 0] == OBJECT_TO_IDX["agent"]):  # the whole grid shows it
-        direction = obs[tuple(position)][2]
-    return grid.render(16, position, direction, seen)
+@contextmanager
+def one_line(message, hint="", kind=Exception):
+    """End the script with one line on an error."""
+    try:
+        yield
+    except kind as error:
+        sys.exit(f"{message}: {' '.join(str(error).split())[:300] or type(error).__name__}{hint and f' ({hint})'}")
 
 
-def package_versions(envs):
-    """{distribution: version} of what decides how the environments behave: their own package, Gymnasium, the physics."""
-    own = type(envs.envs[0].unwrapped).__module__.partition(".")[0]
-    loaded = {own, "gymnasium", "Box2D", "mujoco", "ale_py"} & set(sys.modules)
-    distributions = importlib.metadata.packages_distributions()
-    names = {name for module in loaded for name in distributions.get(module, ())}
-    return {name: importlib.metadata.version(name) for name in sorted(names)}
+def check_args(args):
+    """Refuse arguments that cannot work, before anything is started."""
+    n = args.batch_size
+    limits = {
+        "at least 1": (lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs torch_threads"),
+        "at least 0": (lambda x: x >= 0, "save_every eval_episodes clip_coef max_grad_norm"),
+        "at least 0 and less than 2**32": (lambda x: 0 <= x < 2**32, "seed"),
+        "in [0, 1]": (lambda x: 0 <= x <= 1, "gamma gae_lambda"),
+        "in [0, 100]": (lambda x: 0 <= x <= 100, "filter_percent"),
+        "finite": (lambda x: x is None or np.isfinite(x), "vf_coef ent_coef target_kl"),
+        "positive and finite": (lambda x: 0 < x < np.inf, "learning_rate obs_scale"),
+        "without a slash, which would make folders of it": (lambda x: "/" not in x, "exp_name"),
+        f"a divisor of the {n} records of a round": (lambda x: n % x == 0, "num_minibatches"),
+        f"at least one round of {n}": (lambda x: x >= n, "total_timesteps"),
+    }
+    for limit, (holds, names) in limits.items():
+        for name in names.split():
+            value = getattr(args, name)
+            need(holds(value), f"--{name.replace('_', '-')} {value} must be {limit}")
+    snapshot_rounds(args)
+    if args.filter not in ("influence", "random", "none"):
+        with one_line(f"--filter {args.filter}: not influence, random, none or an importable module:function"):
+            need(callable(pkgutil.resolve_name(args.filter)), f"--filter {args.filter} is no function; give module:function")
+
+
+def snapshot_rounds(args):
+    """The rounds that --snapshot-rounds names."""
+    text, rounds = args.snapshot_rounds, range(args.num_iterations)
+    if every := re.fullmatch(r"all|every:0*([1-9]\d*)", text):
+        return rounds[:: int(every[1] or 1)]
+    with one_line(f"--snapshot-rounds {text}: give rounds from 0 to {rounds[-1]} like 2,5,10, or all, or every:10"):
+        return [rounds.index(int(k)) for k in text.split(",")] if text else []
 
 
 def parse_args():
-    """The arguments of the command line; with --resume, on top of those of the checkpoint. Returns them with the
-    checkpoint."""
-    args, checkpoint = tyro.cli(Args), None
+    """The arguments of the command line, with --resume on top of those of the checkpoint. Returns them with the checkpoint."""
+    booleans = "|".join(field.name.replace("_", "[-_]") for field in fields(Args) if field.type is bool)
+    words = [re.sub(rf"^--({booleans})=[Tt]rue$", r"--\1", word) for word in sys.argv[1:]]  # so W&B's sweeps write them
+    words = [re.sub(rf"^--({booleans})=[Ff]alse$", r"--no-\1", word) for word in words]
+    args, checkpoint = tyro.cli(Args, args=words), None
     if args.resume:
-        try:
+        with one_line(f"--resume {args.resume} is not a whole checkpoint of {SCRIPT}"):
             checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
+            need(checkpoint["script"] == SCRIPT, f"--resume {args.resume} is a checkpoint of {checkpoint['script']}")
             saved = Args(**checkpoint["args"])
-            if checkpoint["script"] != SCRIPT:
-                raise ValueError(f"it is of {checkpoint['script']}")
-        except Exception as error:
-            reason = (str(error).splitlines() or [""])[0][:160]
-            sys.exit(f"--resume {args.resume} is not a whole checkpoint of {SCRIPT} ({type(error).__name__}: {reason})")
-        args = tyro.cli(Args, default=saved)
-        args.__post_init__()  # tyro copies the fields that are filled in
-        free = {"resume", "total_timesteps", "torch_threads", "cuda", "track", "wandb_project_name", "wandb_entity"}
-        free |= {"capture_video", "save_model", "snapshot_rounds", "num_iterations"}
-        free |= {"eval_episodes"} if args.eval_episodes else set()
-        changed = [k for k, v in asdict(args).items() if k not in free and v != getattr(saved, k)]
-        if changed:
-            flag, value = changed[0].replace("_", "-"), getattr(saved, changed[0])
-            sys.exit(f"--resume goes on with the run's own --{flag} {value}; leave it out")
-        if checkpoint["iteration"] >= args.num_iterations:
-            sys.exit(f"--resume {args.resume}: all {args.num_iterations} rounds are done; raise --total-timesteps to go on")
+        args, done = tyro.cli(Args, args=words, default=saved), checkpoint["iteration"]
+        free = "resume total_timesteps torch_threads cuda track wandb_project_name wandb_entity capture_video save_model"
+        for name, value in asdict(saved).items():
+            same = getattr(args, name) == value or name in f"{free} snapshot_rounds eval_episodes".split()
+            need(same, f"--resume goes on with the run's own --{name.replace('_', '-')} {value}; leave it out")
+        need(done < args.num_iterations, f"--resume {args.resume}: {done} rounds are done; raise --total-timesteps to go on")
     check_args(args)
     return args, checkpoint
 
 
+def make_env(args, video_folder=None):
+    """One environment, as the agent sees it. Raises TypeError if this script cannot learn it."""
+    env = gym.make(args.env_id, **json.loads(args.env_kwargs), **({"render_mode": "rgb_array"} if args.capture_video else {}))
+    if not isinstance(env.unwrapped, minigrid.minigrid_env.MiniGridEnv):
+        raise TypeError("it is not of MiniGrid")
+    grid = env.unwrapped
+    if (size := min((grid.width, grid.height) if args.fully_observable else (grid.agent_view_size,))) < 5:
+        raise TypeError(f"images of {size} cells are too small for two 3x3 convolutions; they need 5")
+    if video_folder:
+        env = gym.wrappers.RecordVideo(env, video_folder)
+    env = gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATISTICS)
+    env = FullyObsWrapper(env) if args.fully_observable else env
+    return ImgObsWrapper(env)  # without the mission's text and the direction, which the agent's view implies
+
+
+def check_env(args):
+    """Refuse an environment that cannot be used, after a reset and a step in one that is not trained in."""
+    given = f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}'{' --capture-video' if args.capture_video else ''}"
+    with one_line(given, WHICH):
+        env = make_env(args)
+    with one_line(given, "it has to follow Gymnasium's present API of spaces, reset, step and render"):
+        env.action_space.seed(args.seed)
+        first, _ = env.reset(seed=args.seed)
+        second, reward, _, _, _ = env.step(env.action_space.sample())
+        space, frame = env.observation_space, env.render() if args.capture_video else np.empty(0)
+        for obs in map(np.asarray, (first, second)):
+            fits = obs.shape == space.shape and np.can_cast(obs.dtype, space.dtype, "same_kind")
+            need(fits, f"{given}: observations are {obs.dtype} {obs.shape}, declared as {space}; make them agree")
+        need(np.ndim(reward) == 0, f"{given}: rewards have the shape {np.shape(reward)}; they must be numbers")
+        need(isinstance(frame, np.ndarray), f"{given}: render returns no picture; leave out --capture-video")
+        env.close()
+
+
+def make_envs(args, run_name):
+    # SAME_STEP: the row after an episode's end is the first of a new one. (Gymnasium's default, NEXT_STEP, puts a row into the
+    # batch that nobody acted in, and a filter would earn credit for dropping it.)
+    video, mode = f"videos/{run_name}" if args.capture_video else None, gym.vector.AutoresetMode.SAME_STEP
+    thunks = [partial(make_env, args, None if i else video) for i in range(args.num_envs)]
+    return gym.vector.SyncVectorEnv(thunks, copy=False, autoreset_mode=mode)
+
+
+def make_eval_envs(args):
+    return [make_env(args) for _ in range(min(args.eval_episodes, 32))]
+
+
+def derive_seed(*key):
+    """A seed for each key of integers from 0 to 2**32 - 1, for independent streams. (Zeros at its end make no difference.)"""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def random_streams(seed, k):
+    """The random numbers of round k, begun anew so that a checkpoint needs none: for actions, shuffles and the filter apart."""
+    libraries = derive_seed(seed, 7, k)  # for environments and filters that draw from these
+    random.seed(libraries)
+    np.random.seed(libraries)
+    torch.manual_seed(libraries)
+    shuffles, filters = (torch.Generator().manual_seed(derive_seed(seed, purpose, k)) for purpose in (1, 2))
+    return np.random.default_rng(derive_seed(seed, 0, k)), shuffles, filters
+
+
+def save(path, args, run, agent, optimizer, **more):
+    """Write a checkpoint whole or not at all: a kill in the middle leaves the one before."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    state = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), **more}
+    temporary = f"{path}.{os.getpid()}.tmp"  # of this process alone: a checkpoint may have been resumed twice
+    torch.save({"script": SCRIPT, "args": asdict(args), **vars(run), **state}, temporary)
+    os.replace(temporary, path)
+
+
+def check_finite(batch):
+    for name, x in batch.items():
+        bad = (~x.reshape(len(x), -1).isfinite().all(1)).nonzero().flatten() if x.is_floating_point() else ()
+        if len(bad):
+            where = f"in {len(bad)} of {len(x)} records, the first in record {bad[0]}"
+            raise ValueError(f"{name} not finite {where}: the environment's fault, or --learning-rate is too high")
+
+
+def start_logging(args, run):
+    """The run's SummaryWriter and, with --track, its run of W&B, which gets what the writer writes.
+
+    A resumed run goes on as the same one of W&B, unless W&B is offline or was: uploaded under one id, a later part would
+    overwrite the first. So it is a run of its own then, of the same name and group.
+    """
+    if args.track:
+        os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # seconds that a kill takes from an offline run
+        offline = wandb.setup().settings.mode in ("offline", "dryrun")
+        wandb.init(
+            **{"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run.run_name, "config": asdict(args)},
+            **{"group": run.run_name} if offline else {"id": run.wandb_id, "resume": "allow" if run.wandb_id else None},
+            **{"sync_tensorboard": True, "save_code": True},
+        )
+        wandb.define_metric("*", step_metric="global_step")
+        run.wandb_id = None if offline else wandb.run.id
+    writer = SummaryWriter(f"runs/{run.run_name}", purge_step=run.global_step + 1 if run.iteration else None)
+    table = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+    return writer
+
+
+def log_round(writer, args, run, episodes, numbers):
+    """Log the round that has just been done: its finished episodes, and {name: number}."""
+    for n, (t, _, episodic_return, episodic_length) in enumerate(episodes, start=1):
+        # The last episode is logged at the end of the round, so that it shares a row with the histogram of scores.
+        step = run.global_step - (args.batch_size - (t + 1) * args.num_envs) * (n < len(episodes))
+        print(f"global_step={step}, episodic_return={episodic_return}")
+        writer.add_scalar("charts/episodic_return", episodic_return, step)
+        writer.add_scalar("charts/episodic_length", episodic_length, step)
+    for name, value in numbers.items():
+        writer.add_scalar(name, value, run.global_step)
+    print("SPS:", numbers["charts/SPS"])
+
+
+def log_evaluation(writer, args, run, agent, envs):
+    """Evaluate the current policy, and log it at the steps that it has learned from."""
+    returns = evaluate(agent, envs, args.eval_episodes, derive_seed(args.seed, 3, run.iteration))
+    print(f"round={run.iteration}, eval_episodic_return={returns.mean():.3f}")
+    writer.add_scalar("eval/episodic_return", returns.mean(), run.global_step)
+    writer.add_scalar("eval/episodic_return_std", returns.std(), run.global_step)
+    writer.flush()
+
+
+def show(obs):
+    """An observation, for a cell of a table of W&B: the grid, drawn."""
+    grid, seen = Grid.decode(obs)
+    position, direction = (grid.width // 2, grid.height - 1), 3  # in its own view the agent looks up from the middle below
+    for position in np.argwhere(obs[..., 0] == OBJECT_TO_IDX["agent"]):  # the whole grid shows it
+        direction = obs[tuple(position)][2]
+    return wandb.Image(grid.render(16, position, direction, seen))
+
+
+def log_media(run, batch, videos, records):
+    """Send to W&B the videos that are new to the set `videos`, and a table of the records of lowest and highest scores."""
+    for path in sorted(set(Path(f"videos/{run.run_name}").rglob("*.mp4")) - videos):
+        videos.add(path)
+        wandb.log({"videos": wandb.Video(str(path)), "global_step": run.global_step})
+    if records:
+        order, columns = batch["scores"].argsort().tolist(), [name for name in batch if name != "obs"]
+        ends = order[:20] + order[20:][-20:]
+        rows = [[i, show(batch["obs"][i].cpu().numpy()), *(batch[name][i].tolist() for name in columns)] for i in ends]
+        table = wandb.Table(["record", "obs", *columns], rows)
+        wandb.log({"influence/records": table, "global_step": run.global_step})
+
+
 if __name__ == "__main__":
     args, checkpoint = parse_args()
-    torch.set_num_threads(args.torch_threads)
     check_env(args)
-    run_name = checkpoint["run_name"] if checkpoint else new_run_name(args)
-
-    # TRY NOT TO MODIFY: seeding
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    rollout_rng = np.random.default_rng(derive_seed(args.seed, 0))
-    shuffle_rng = torch.Generator().manual_seed(derive_seed(args.seed, 1))
-    filter_rng = torch.Generator().manual_seed(derive_seed(args.seed, 2))
-
-    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-
-    # env setup
-    envs = make_envs(args, run_name)
-    eval_envs = make_eval_envs(args)
-
-    agent = Agent(envs, args.obs_scale).to(device)
-    if args.optimizer == "sgd":
-        optimizer = optim.SGD(agent.parameters(), lr=args.learning_rate, fused=True)
-    else:
-        optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-
-    # the counters of a run
-    iteration, global_step, optimizer_steps, skipped_updates = 0, 0, 0, 0
-    if checkpoint:
-        try:
-            agent.load_state_dict(checkpoint["agent"])
-        except RuntimeError:
-            sys.exit(f"--resume {args.resume} holds another network than {SCRIPT} has for --env-id {args.env_id}")
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        iteration, global_step = checkpoint["iteration"], checkpoint["global_step"]
-        optimizer_steps, skipped_updates = checkpoint["optimizer_steps"], checkpoint["skipped_updates"]
-        python_state, (name, keys, *rest) = checkpoint["rng"]["python"], checkpoint["rng"]["numpy"]
-        random.setstate((python_state[0], tuple(python_state[1]), python_state[2]))
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-        torch.set_rng_state(checkpoint["rng"]["torch"])
-        rollout_rng.bit_generator.state = checkpoint["rng"]["rollout"]
-        shuffle_rng.set_state(checkpoint["rng"]["shuffle"])
-        filter_rng.set_state(checkpoint["rng"]["filter"])
-
     if args.track:
         import wandb
 
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            sync_tensorboard=True,
-            config=asdict(args),
-            name=run_name,
-            id=checkpoint["wandb_id"] if checkpoint else None,
-            resume="allow" if checkpoint and checkpoint["wandb_id"] else None,
-            save_code=True,
-        )
-    writer = SummaryWriter(f"runs/{run_name}", purge_step=global_step + 1 if checkpoint else None)
-    writer.add_text(
-        "hyperparameters",
-        "|param|value|\n|-|-|\n%s" % ("\n".join([f"|{key}|{value}|" for key, value in asdict(args).items()])),
-    )
-    videos = set()
+    torch.set_num_threads(args.torch_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.manual_seed(args.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
-    def state():
-        numpy_state = np.random.get_state()
-        return {
-            "script": SCRIPT,
-            "agent": agent.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "args": {k: v for k, v in asdict(args).items() if k not in ("batch_size", "minibatch_size", "num_iterations")},
-            "run_name": run_name,
-            "wandb_id": wandb.run.id if args.track else checkpoint and checkpoint["wandb_id"],
-            "iteration": iteration,
-            "global_step": global_step,
-            "optimizer_steps": optimizer_steps,
-            "skipped_updates": skipped_updates,
-            "rng": {
-                "python": random.getstate(),
-                "numpy": (numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]),
-                "torch": torch.get_rng_state(),
-                "rollout": rollout_rng.bit_generator.state,
-                "shuffle": shuffle_rng.get_state(),
-                "filter": filter_rng.get_state(),
-            },
-        }
+    run_name = f"{args.env_id.split(':')[-1]}__{args.exp_name}__{args.seed}__{time.time_ns()}"
+    run = SimpleNamespace(run_name=run_name, wandb_id=None, iteration=0, global_step=0, optimizer_steps=0, skipped_updates=0)
+    if checkpoint:
+        vars(run).update({name: checkpoint[name] for name in vars(run)})
+    part = f"/from_round_{run.iteration}" if checkpoint else ""  # or its videos would overwrite those of the first part
+    envs, eval_envs = make_envs(args, run.run_name + part), make_eval_envs(args)
+    agent = Agent(envs, args.obs_scale).to(device)
+    optimizer_class = {"sgd": torch.optim.SGD, "adam": partial(torch.optim.Adam, eps=1e-5)}[args.optimizer]
+    optimizer = optimizer_class(agent.parameters(), lr=args.learning_rate, fused=True)
+    if checkpoint:
+        with one_line(f"--resume {args.resume} holds another network than {SCRIPT} has for --env-id {args.env_id}"):
+            agent.load_state_dict(checkpoint["agent"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
 
-    def log_records():
-        """The records with the lowest and the highest scores, as a table of W&B."""
-        order = batch["scores"].argsort().tolist()
-        columns = ("scores", "advantages", "returns", "values", "rewards", "logprobs", "dones")
-        rows = [
-            [i, wandb.Image(picture(batch["obs"][i].cpu().numpy())), str(batch["actions"][i].tolist())]
-            + [batch[column][i].item() for column in columns]
-            for i in order[:20] + order[20:][-20:]
-        ]
-        table = wandb.Table(columns=["record", "observation", "action", *columns], data=rows)
-        wandb.log({"influence/records": table, "global_step": global_step})
-
-    def log_evaluation():
-        returns = evaluate(agent, eval_envs, args.eval_episodes, derive_seed(args.seed, 3, iteration))
-        print(f"round={iteration}, eval_episodic_return={returns.mean():.3f}")
-        writer.add_scalar("eval/episodic_return", returns.mean(), global_step)
-        writer.add_scalar("eval/episodic_return_std", returns.std(), global_step)
-
-    def log_videos():
-        if args.track and args.capture_video and os.path.isdir(f"videos/{run_name}"):
-            for video in sorted(set(os.listdir(f"videos/{run_name}")) - videos):
-                videos.add(video)
-                if video.endswith(".mp4"):
-                    wandb.log({"videos": wandb.Video(f"videos/{run_name}/{video}", format="mp4"), "global_step": global_step})
-
-    # TRY NOT TO MODIFY: start the game
-    start_time = time.time()
-    first_step = global_step
-    next_obs = None
-    snapshots = snapshot_rounds(args)
+    writer = start_logging(args, run)
+    folder, snapshots, packages, videos = f"runs/{run.run_name}", snapshot_rounds(args), {}, set()
+    start_time, start_step, next_obs = time.time(), run.global_step, None
     if args.eval_episodes and not checkpoint:
-        log_evaluation()
-    while iteration < args.num_iterations:
+        log_evaluation(writer, args, run, agent, eval_envs)
+    while run.iteration < args.num_iterations:
+        k, times = run.iteration, [time.perf_counter()]
+        rollout_rng, shuffle_rng, filter_rng = random_streams(args.seed, k)
         if args.anneal_lr:
-            frac = 1.0 - iteration / args.num_iterations
-            optimizer.param_groups[0]["lr"] = frac * args.learning_rate
-
-        # What is inside an environment cannot be saved, so every checkpoint begins fresh episodes, in a run that goes on as
-        # well.
-        if next_obs is None or (args.save_every and iteration % args.save_every == 0):
-            env_seed = derive_seed(args.seed, 4, iteration) % 2**31 if iteration else args.seed
+            optimizer.param_groups[0]["lr"] = (1 - k / args.num_iterations) * args.learning_rate
+        # What is inside an environment cannot be saved, so every checkpoint begins fresh episodes, in a run that goes on, too.
+        if next_obs is None or (args.save_every and k % args.save_every == 0):
+            env_seed = derive_seed(args.seed, 4, k) % 2**31 if k else args.seed
             next_obs, _ = envs.reset(seed=env_seed)
             played = []  # the actions since, so that a snapshot's round can be played again
 
-        times = [time.perf_counter()]
         batch, episodes, next_obs = rollout(agent, envs, next_obs, args.num_steps, rollout_rng, device)
         batch = {name: x.flatten(0, 1) for name, x in gae(batch, args.gamma, args.gae_lambda).items()}
-        for name in ("rewards", "values", "advantages"):
-            bad = (~batch[name].reshape(args.batch_size, -1).isfinite().all(1)).nonzero().flatten()
-            if len(bad):
-                writer.close()
-                sys.exit(
-                    f"round {iteration}: {name} not finite in {len(bad)} of {args.batch_size} records, the first in record"
-                    f" {bad[0]}: the environment's fault, or the networks have diverged (lower --learning-rate)"
-                )
-
         times.append(time.perf_counter())
+
+        selection, filtered = torch.arange(args.batch_size), False
+        with one_line(f"round {k}", kind=ValueError):
+            check_finite(batch)
+            if args.filter != "none":
+                batch["scores"] = score(agent, batch, args, filter_rng)
+                filtered = tells_apart(batch, episodes, args)
+        if filtered:
+            selection = select(batch, args, filter_rng)
+        times.append(time.perf_counter())
+
         if snapshots:
             played.append(batch["actions"].cpu())
-
-        filtered = args.filter != "none"
-        if filtered:
-            try:
-                batch["scores"] = score(agent, batch, args, filter_rng)
-            except ValueError as error:
-                writer.close()
-                sys.exit(f"round {iteration}: {error}")
-            if args.filter_when == "signal":
-                returns = {episode_return for _, _, episode_return, _ in episodes}
-                filtered = len(returns) > 1 or bool((batch["rewards"] != batch["rewards"][0]).any())
-        selection = select(batch, args, filter_rng) if filtered else torch.arange(args.batch_size)
+        if k in snapshots:
+            packages = packages or {p.name: p.version for p in importlib.metadata.distributions()}
+            snapshot = {"batch": batch, "selection": selection, "env_seed": env_seed, "played": torch.cat(played)}
+            save(f"{folder}/snapshots/round_{k:06d}.pt", args, run, agent, optimizer, packages=packages, **snapshot)
         times.append(time.perf_counter())
-
-        if iteration in snapshots:
-            os.makedirs(f"runs/{run_name}/snapshots", exist_ok=True)
-            replay = {"env_seed": env_seed, "played": torch.cat(played), "packages": package_versions(envs)}
-            save(
-                f"runs/{run_name}/snapshots/round_{iteration:06d}.pt",
-                state() | {"batch": batch, "selection": selection} | replay,
-            )
-            times = [t + time.perf_counter() - times[-1] for t in times]  # this is no part of them
 
         losses, steps = update(agent, optimizer, batch, selection, args, shuffle_rng)
+        finite = all(p.isfinite().all() for p in agent.parameters())
+        need(finite, f"round {k}: the update has made the weights not finite; lower --learning-rate {args.learning_rate}")
         times.append(time.perf_counter())
-        if not all(p.isfinite().all() for p in agent.parameters()):
-            writer.close()
-            sys.exit(
-                f"round {iteration}: the update has made the weights not finite; lower --learning-rate {args.learning_rate}"
-            )
 
-        # TRY NOT TO MODIFY: record everything for plotting purposes
-        for n, (t, i, episodic_return, episodic_length) in enumerate(episodes, start=1):
-            # The last episode is logged at the end of the round, so that it shares a row with the histogram of scores.
-            step = global_step + (args.batch_size if n == len(episodes) else (t + 1) * args.num_envs)
-            print(f"global_step={step}, episodic_return={episodic_return}")
-            writer.add_scalar("charts/episodic_return", episodic_return, step)
-            writer.add_scalar("charts/episodic_length", episodic_length, step)
-
-        iteration += 1
-        global_step += args.batch_size
-        optimizer_steps += steps
-        skipped_updates += steps == 0
+        run.iteration += 1
+        run.global_step += args.batch_size
+        run.optimizer_steps += steps
+        run.skipped_updates += steps == 0
+        numbers = {f"losses/{name}": value for name, value in losses.items()}
+        numbers |= zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)[[0, 1, 3]])
+        numbers |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/round": k}
+        numbers |= {"charts/optimizer_steps": run.optimizer_steps, "charts/skipped_updates": run.skipped_updates}
+        numbers["charts/SPS"] = int((run.global_step - start_step) / (time.time() - start_time))
+        log_round(writer, args, run, episodes, numbers)
         if "scores" in batch:
             kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
-            log_influence(writer, batch["scores"], kept, global_step, advantages=batch["advantages"], filtered=filtered)
-            if args.track and iteration - 1 in snapshots:
-                log_records()
-        if losses:
-            var_y = batch["returns"].var(correction=0).item()
-            residual = (batch["returns"] - batch["values"]).var(correction=0).item()
-            losses["explained_variance"] = np.nan if var_y == 0 else 1 - residual / var_y
-        for name, value in losses.items():
-            writer.add_scalar(f"losses/{name}", value, global_step)
-        for name, seconds in zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)):
-            writer.add_scalar(name, seconds, global_step)
-        sps = int((global_step - first_step) / (time.time() - start_time))
-        print("SPS:", sps)
-        writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], global_step)
-        writer.add_scalar("charts/SPS", sps, global_step)
-        writer.add_scalar("charts/round", iteration - 1, global_step)
-        writer.add_scalar("charts/optimizer_steps", optimizer_steps, global_step)
-        writer.add_scalar("charts/skipped_updates", skipped_updates, global_step)
-        log_videos()
-        if args.eval_episodes:
-            log_evaluation()
+            log_influence(writer, batch["scores"], kept, run.global_step, advantages=batch["advantages"], filtered=filtered)
         writer.flush()
-        if args.save_every and iteration % args.save_every == 0:
-            save(f"runs/{run_name}/checkpoint.pt", state())
-
-    if args.save_model:
-        model_path = f"runs/{run_name}/{args.exp_name}.cleanrl_model"
-        save(model_path, state())
-        print(f"model saved to {model_path}")
+        if args.track:
+            log_media(run, batch, videos, records=k in snapshots and "scores" in batch)
+        if args.eval_episodes:
+            log_evaluation(writer, args, run, agent, eval_envs)
+        if args.save_every and run.iteration % args.save_every == 0:
+            save(f"{folder}/checkpoint.pt", args, run, agent, optimizer)
 
     envs.close()
-    log_videos()
+    if args.save_model:
+        save(f"{folder}/{args.exp_name}.cleanrl_model", args, run, agent, optimizer)
+        print(f"model saved to {folder}/{args.exp_name}.cleanrl_model")
     writer.close()
+    print(f"results are in {folder}; to look at them: tensorboard --logdir {folder}")
     if args.track:
+        log_media(run, batch, videos, records=False)
+        place = wandb.run.url or f"wandb sync {Path(wandb.run.dir).parent}"
         wandb.finish()
+        print(f"in W&B: {place}")

@@ -42,6 +42,11 @@ def history(path):
     return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
 
 
+def run(path):
+    """The record that begins the run: its id, group, ..."""
+    return next(record.run for record in records(path) if record.WhichOneof("record_type") == "run")
+
+
 def config(path):
     """The run's config."""
     updates = [record.run.config.update for record in records(path) if record.WhichOneof("record_type") == "run"]

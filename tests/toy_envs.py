@@ -76,6 +76,73 @@ class Pixels(Toy):
         return np.full((210, 160, 3), mark % 256, dtype=np.uint8)
 
 
+class Invisible(Toy):
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+        self.render_mode = render_mode
+
+    def render(self):
+        return None
+
+
+class Episodic(Toy):
+    """Has its own info["episode"]."""
+
+    def step(self, action):
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, {"episode": self.episode}
+
+
+def recorded():
+    return gym.wrappers.RecordEpisodeStatistics(Toy())
+
+
+def monitored():
+    from stable_baselines3.common.monitor import Monitor
+
+    return Monitor(Toy())
+
+
+# ---- that are not what they declare, or what Gymnasium asks for
+
+
+class OldReset(Toy):
+    def reset(self, seed=None, options=None):
+        return super().reset(seed=seed)[0]
+
+
+class OldStep(Toy):
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, terminated or truncated, info
+
+
+class OtherShape(Toy):
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0][None], {}
+
+
+class OtherShapeLater(Toy):
+    def step(self, action):
+        return np.zeros(4, dtype=np.float32), *super().step(action)[1:]
+
+
+class OtherType(Toy):
+    observation_space = gym.spaces.Box(0, 100, (3,), np.int64)  # shows float32
+
+
+class ListOfRewards(Toy):
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, np.array([reward]), *rest
+
+
+class WholeNumbers(Toy):
+    action_space = gym.spaces.Box(-5, 5, (2,), np.int64)
+
+
 def grid(**kwargs):
     """A toy that passes for one of MiniGrid; its marks are modulo 256."""
     from minigrid.minigrid_env import MiniGridEnv
@@ -91,6 +158,7 @@ def grid(**kwargs):
     return Grid(**kwargs)
 
 
-gym.register("Grid-v0", entry_point=grid)
-for toy in (Toy, Shifted, Continuous, MultiDiscrete, Nested, Pixels):
+for name, toy in (("Grid", grid), ("Recorded", recorded), ("Monitored", monitored)):
+    gym.register(f"{name}-v0", entry_point=toy)
+for toy in (Toy, *Toy.__subclasses__()):
     gym.register(f"{toy.__name__}-v0", entry_point=toy)

@@ -1,5 +1,8 @@
 """Rules for `--filter toy_filters:NAME`, right ones and wrong ones."""
 
+import os
+import signal
+
 import torch
 
 seen = []  # the rounds that `first_half` was given
@@ -9,6 +12,14 @@ number = 3  # not a rule
 def first_half(batch):
     seen.append(batch)
     return torch.arange(len(batch["scores"]) // 2)
+
+
+def first_half_or_death(batch, rounds=[0]):
+    """The process is killed in the round that $DEATH_IN_ROUND names."""
+    rounds[0] += 1
+    if os.environ.get("DEATH_IN_ROUND") == str(rounds[0] - 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return first_half(batch)
 
 
 def weights(batch):
@@ -56,6 +67,10 @@ def mask(batch):
 
 def bytes_mask(batch):
     return (batch["scores"] > 0).to(torch.uint8)
+
+
+def one_number(batch):
+    return 1.0
 
 
 def out_of_range(batch):
