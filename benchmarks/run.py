@@ -1,4 +1,4 @@
-"""Run a suite of benchmarks/suites.py: `python -m benchmarks.run fig6 --workers 2`.
+"""Run a suite of benchmarks/reproduce/suites.py: `python -m benchmarks.run fig6 --workers 2`.
 
 Every run is a training script in a process of its own, as it is, with one thread, in a folder of its own in
 results/SUITE/work/. Its results are results/SUITE/ENVIRONMENT_ARM_SEED.csv, one row a round (the last one: the policy after
@@ -8,7 +8,6 @@ it.
 """
 
 import contextlib
-import csv
 import datetime
 import fcntl
 import hashlib
@@ -31,10 +30,10 @@ from typing import Annotated, Literal
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from benchmarks.suites import SUITES, TIMED, options, runs_of
+from benchmarks.files import RESULTS, ROOT, read_csv, write_csv
+from benchmarks.reproduce.entries import options
+from benchmarks.reproduce.suites import SUITES
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 TRIAL = ROOT / "benchmarks" / "trial"
 COLUMNS = (
     "suite environment arm percent optimizer seed round global_step return episodes records_kept negative_fraction"
@@ -108,9 +107,11 @@ def rows_of(run, folder):
     labels = [run.suite, run.environment, run.arm, percent, given["--optimizer"], run.seed]
     names = ("influence/records_kept", "influence/negative_fraction", "time/rollout", "time/scoring", "time/update")
     columns = [{event.step: event.value for event in scalars.get(name, ())} for name in names]
-    more = [(name, {event.step: event.value for event in scalars[name]}) for _, name in run.columns]
-    evaluations = scalars[run.returns]
+    more = [(name, {event.step: event.value for event in scalars.get(name, ())}) for _, name in run.columns]
     ends = [event.step for event in scalars["charts/round"]]
+    if run.returns.startswith("charts/"):
+        return training_rows(run, scalars[run.returns], ends, labels, columns, [column for _, column in more])
+    evaluations = scalars[run.returns]
     if len(ends) != run.rounds or [event.step for event in evaluations] != [0, *ends]:
         raise ValueError(f"{len(ends)} rounds and {len(evaluations)} evaluations, expected {run.rounds} and one more")
     rows = []
@@ -128,6 +129,24 @@ def rows_of(run, folder):
     return rows
 
 
+def training_rows(run, episodes, ends, labels, columns, more):
+    """The rows of a run that is judged by the episodes that it trains on: of each round, the mean return of those that ended in
+    it, which the sampled policy theta(k) played, and how many they are."""
+    if len(ends) != run.rounds:
+        raise ValueError(f"{len(ends)} rounds, expected {run.rounds}")
+    rows = []
+    for k, (start, end) in enumerate(zip([0, *ends], ends)):
+        returns = [event.value for event in episodes if start < event.step <= end]
+        mean = f"{sum(returns) / len(returns):.6g}" if returns else ""
+        kept, negative, *seconds = (column.get(end) for column in columns)
+        kept = end - start if kept is None else kept
+        did = [*(x if x is None else f"{x:.5g}" for x in (kept, negative)), *(x if x is None else f"{x:.4f}" for x in seconds)]
+        extra = [column.get(end) for column in more]
+        extra = [x if x is None else f"{x:.5g}" for x in extra]
+        rows.append([*labels, k, start, mean, len(returns), *did, "", *extra])
+    return rows
+
+
 def execute(run, folder, on_round=lambda: None):
     """One run from its start to its end, in `folder`. Returns its rows and its record; raises RuntimeError with the end of its
     log, which stays there."""
@@ -137,7 +156,7 @@ def execute(run, folder, on_round=lambda: None):
     record = {"run": run.name, "command": run.command, "rounds": run.rounds, **code(run.script)}
     command = [sys.executable, str(ROOT / f"{run.script}.py"), *shlex.split(run.arguments)]
     # The scripts print a line like this before the first round and after each.
-    status, cpu = call(command, folder, log, lambda line: on_round() if re.match(r"round=[1-9]\d*, eval", line) else None)
+    status, cpu = call(command, folder, log, lambda line: on_round() if re.match(r"round=[1-9]\d*, eval|SPS:", line) else None)
     try:
         if status:
             raise ValueError(f"exit status {status}")
@@ -229,20 +248,6 @@ def run_on_ray(runs, results, on_round):
 # ---- results
 
 
-def read_csv(path):
-    return list(csv.DictReader(open(path))) if path.exists() else []
-
-
-def write_csv(path, columns, rows):
-    """Write a CSV whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.tmp", "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(rows)
-    os.replace(f"{path}.tmp", path)
-
-
 def columns_of(run):
     return [*COLUMNS, *dict(run.columns)]
 
@@ -286,7 +291,7 @@ def to_do(queue, results):
         if record and data.exists():
             if key(record["command"]) != key(run.command):
                 sys.exit(f"{data} is of another command than the suite's: remove it, or choose other --results")
-        elif key(run.command) in finished and run.suite not in TIMED:
+        elif key(run.command) in finished and not SUITES[run.suite].timed:
             source, record = finished[key(run.command)]
             rows = [{**row, "suite": run.suite, "environment": run.environment, "arm": run.arm} for row in read_csv(source)]
             reused = {"run": run.name, "cpu_seconds": 0, "reused_from": f"{source.parent.name}/{source.stem}"}
@@ -305,15 +310,15 @@ def main(args):
         if value is not None and value < 1:
             sys.exit(f"{name} must be at least 1, got {value}")
     for name, chosen, known in (
-        ("--only", args.only, {e.environment for e in SUITES[args.suite]}),
-        ("--filter", args.filter, {arm for e in SUITES[args.suite] for arm in e.arms}),
+        ("--only", args.only, {e.environment for e in SUITES[args.suite].entries}),
+        ("--filter", args.filter, {arm for e in SUITES[args.suite].entries for arm in e.arms}),
     ):
         if set(chosen) - known:
             sys.exit(f"{name} {(set(chosen) - known).pop()}: {args.suite} has {'; '.join(sorted(known))}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     results = args.results or (TRIAL if args.rounds else RESULTS)
-    queue = runs_of(args.suite, args.seeds, args.only, args.filter, args.rounds)
+    queue = SUITES[args.suite].runs(args.seeds, args.only, args.filter, args.rounds)
     rest = to_do(queue, results)
     done, failed, rounds = len(queue) - len(rest), [], Counter()
     print(f"{args.suite}: {done} of {len(queue)} runs are finished", flush=True)

@@ -1,13 +1,17 @@
 """The benchmarks' harness, metrics, filters and report."""
 
+import ast
 import csv
 import importlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +20,11 @@ import torch
 import tyro
 
 import ppo_iif
-from benchmarks import filters, fixed_reference, metrics, report, rlhf, run, suites
+from benchmarks import files, report, run
+from benchmarks.reproduce import fixed_reference, metrics, summary
+from benchmarks.reproduce.entries import options
+from benchmarks.reproduce.suites import SUITES
+from benchmarks.variants import filters
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -171,32 +179,32 @@ def test_a_missing_extra_gets_one_line(tmp_path, monkeypatch, engine, missing):
 
 
 def test_suites_are_what_they_say():
-    for suite in suites.SUITES:
-        queue = suites.runs_of(suite)
+    for suite in SUITES:
+        queue = SUITES[suite].runs()
         assert len({r.name for r in queue}) == len(queue) == len({run.key(r.command) for r in queue})
         for r in queue:
-            given = suites.options(r.arguments)
+            given = options(r.arguments)
             assert (ROOT / f"{r.script}.py").exists() and given["--seed"] == str(r.seed)
-            if suite == "rlhf":
+            if suite in ("rlhf", "rlhf_kl"):
                 assert int(given["--total-timesteps"]) == int(given["--batch-size"]) * r.rounds
                 continue
             episodes = "100" if r.arm.endswith("100 episodes") else "10" if r.environment == "BipedalWalker" else "20"
             assert given["--eval-episodes"] == episodes
             assert int(given["--total-timesteps"]) == 2048 * r.rounds
             assert given["--max-grad-norm"] == ("0.5" if r.arm.endswith("clipped") else "0")
-    queue = suites.runs_of("fig6")
+    queue = SUITES["fig6"].runs()
     assert len(queue) == 5 * 6 * 4
     assert [r.seed for r in queue[:24]] == [101] * 24 and {r.environment for r in queue[-4:]} == {"Highway"}
     assert [r.arm for r in queue[:4]] == ["influence", "influence, signal", "none", "random"]
     # the arms of an environment differ in nothing but the filter
     others = {}
     for r in queue:
-        rest = {k: v for k, v in suites.options(r.arguments).items() if not k.startswith("--filter")}
+        rest = {k: v for k, v in options(r.arguments).items() if not k.startswith("--filter")}
         assert others.setdefault((r.environment, r.seed), rest) == rest
 
 
 def test_the_arguments_of_a_suite_are_the_scripts_own():
-    for script, arguments in {(r.script, r.arguments) for s in suites.SUITES for r in suites.runs_of(s, seeds=1)}:
+    for script, arguments in {(r.script, r.arguments) for suite in SUITES.values() for r in suite.runs(seeds=1)}:
         module = importlib.import_module(script.replace("/", "."))
         tyro.cli(getattr(module, "Args", ppo_iif.Args), args=shlex.split(arguments))
 
@@ -338,7 +346,7 @@ def test_td_error_by_hand():
 
 
 def test_filters_reach_the_scripts(tmp_path):
-    flags = "--env-id FrozenLake-v1 --num-steps 256 --total-timesteps 512 --filter benchmarks.filters:h2_12_5"
+    flags = "--env-id FrozenLake-v1 --num-steps 256 --total-timesteps 512 --filter benchmarks.variants.filters:h2_12_5"
     status, cpu = run.call([sys.executable, str(ROOT / "ppo_iif.py"), *flags.split()], tmp_path, tmp_path / "log.txt")
     assert status == 0 and cpu > 0
     (folder,) = (tmp_path / "runs").iterdir()
@@ -348,7 +356,7 @@ def test_filters_reach_the_scripts(tmp_path):
 def test_restarted_rounds_repeat_themselves(tmp_path):
     flags = "--env-id CartPole-v1 --num-steps 256 --total-timesteps 512 --learning-rate 1e-12 --seed 3 --filter none"
     episodes = {}
-    for script in ("benchmarks/restarted", "ppo_iif"):
+    for script in ("benchmarks/variants/restarted", "ppo_iif"):
         folder = tmp_path / Path(script).name
         folder.mkdir()
         assert run.call([sys.executable, str(ROOT / f"{script}.py"), *flags.split()], folder, folder / "log.txt")[0] == 0
@@ -356,7 +364,7 @@ def test_restarted_rounds_repeat_themselves(tmp_path):
         found = [line.split("=") for line in lines if line.startswith("global_step")]
         found = [(int(step.split(",")[0]), float(value)) for _, step, value in found]
         episodes[script] = [[(t - 256 * k, r) for t, r in found if 256 * k < t <= 256 * (k + 1)] for k in (0, 1)]
-    first, second = episodes["benchmarks/restarted"]
+    first, second = episodes["benchmarks/variants/restarted"]
     assert first and first == second == episodes["ppo_iif"][0] != episodes["ppo_iif"][1]
 
 
@@ -365,7 +373,7 @@ def test_restarted_rounds_repeat_themselves(tmp_path):
 
 def write_results(results, suite, environment, arm, seed, returns, scoring=0.5):
     """A finished run of a table's suite, each round with a second of rollout, `scoring`, and two seconds of update."""
-    (r,) = (r for r in suites.runs_of(suite, seed - 100, (environment,), (arm,)) if r.seed == seed)
+    (r,) = (r for r in SUITES[suite].runs(seed - 100, (environment,), (arm,)) if r.seed == seed)
     rows = []
     for k, value in enumerate(returns):
         did = [1500, 0.5, 1, scoring, 2] if k < len(returns) - 1 else [""] * 5
@@ -394,59 +402,101 @@ def cells(markdown, label):
     return [[c.strip() for c in line.split("|")[2:-1]] for line in markdown.splitlines() if line.startswith(f"| {label} |")]
 
 
-def test_report_by_hand(results):
-    block = report.block("fig6", results)
+def test_a_page_by_hand(results):
+    page = SUITES["fig6"].body(results)
     # Seed 101: 0.2 in round 1 (0), 0.4 in round 1 (50): 25. Seed 102: never, m = 4: 1 - 4 / 2 = -100. Mean -37.5, SE 62.5.
-    assert cells(block, "SE_ave, influence against none")[0] == ["-37.5 ± 62.5"]
-    assert cells(block, "SE_peak, influence against none")[0] == ["-25.0 ± 75.0"]
+    assert cells(page, "SE_ave, influence against none")[0] == ["-37.5 ± 62.5"]
+    assert cells(page, "SE_peak, influence against none")[0] == ["-25.0 ± 75.0"]
     # Standard takes 3 s a round, 9 in all. 101: 3.5 s; 102: four rounds of 3.5 s. 1 - 3.5 / 9 = 0.611, 1 - 14 / 9 = -0.556
-    assert cells(block, "RT_peak, influence against none")[0] == ["2.8 ± 58.3"]
-    assert cells(block, "**RT_peak**, the paper's") == [["29.5 ± 2.9"]]
+    assert cells(page, "RT_peak, influence against none")[0] == ["2.8 ± 58.3"]
+    assert cells(page, "**RT_peak**, the paper's") == [["29.5 ± 2.9"]]
     # One seed: 0.2 in round 2 (-100), 0.4 in round 3 (-50). Its scoring does not count: 9 of 9 s.
-    assert cells(block, "SE_ave, random against none")[0] == ["-75.0"]
-    assert cells(block, "RT_peak, random against none")[0] == ["0.0"]
+    assert cells(page, "SE_ave, random against none")[0] == ["-75.0"]
+    assert cells(page, "RT_peak, random against none")[0] == ["0.0"]
     # 101 standard, 102 other: 0.2 in round 2 (-100), 0.4 in round 2 (0); the other way: 0.5 never, -100. -50 and -100
-    assert cells(block, "SE_ave, none against none of other seeds")[0] == ["-75.0 ± 25.0"]
-    assert cells(block, "influence against none") == [["50"]]  # levels never reached: none of two, one of one
-    assert "FrozenLake (1 to 2 seeds)" in block and "Acrobot (" not in block
-
-    final = report.block("final", results)
+    assert cells(page, "SE_ave, none against none of other seeds")[0] == ["-75.0 ± 25.0"]
+    assert cells(page, "influence against none") == [["50"]]  # levels never reached: none of two, one of one
+    assert "FrozenLake (1 to 2 seeds)" in page and "Acrobot (" not in page
     # areas of influence 1.1 / 4 and 0.3 / 4, of none 0.7 / 4 twice; the interval is 0 +- 12.706 * 0.1
-    assert cells(final, "influence")[0] == ["0.175 ± 0.100"]
-    assert cells(final, "influence minus none")[0] == ["0.000 [-1.271, 1.271]"]
-    assert cells(final, "influence minus none")[1] == ["0.050 [-1.856, 1.956]"]  # last returns: 0.2 and -0.1
-    runtime = report.block("runtime", results)
-    assert cells(runtime, "FrozenLake (2 seeds)")[0][:4] == ["0.500", "0.25 (0.05)", "2.000 / 2.000", "1.00 (0.75)"]
-    assert cells(runtime, "FrozenLake (2 seeds)")[0][4] == "10.5 / 9.0"
-    (cost,) = cells(report.block("cost", results), "`python -m benchmarks.run fig6`")
-    assert cost == ["5 of 120", "0", "2.5", "2026-12-01 to 2026-12-02", "abc"]
-    assert report.block("adam", results) == "Not yet run: `python -m benchmarks.run adam`."
+    assert cells(page, "influence")[0] == ["0.175 ± 0.100"]
+    assert cells(page, "influence minus none")[0] == ["0.000 [-1.271, 1.271]"]
+    assert cells(page, "influence minus none")[1] == ["0.050 [-1.856, 1.956]"]  # last returns: 0.2 and -0.1
+    (runtime,) = cells(page, "FrozenLake (2 seeds)")
+    assert runtime[:5] == ["0.500", "0.25 (0.05)", "2.000 / 2.000", "1.00 (0.75)", "10.5 / 9.0"]
+
+
+def test_the_head_of_a_page_says_what_was_run(results):
+    head = SUITES["fig6"].head(results)
+    assert "5 of 120 runs are finished; 2.5 CPU hours on 2026-12-01 to 2026-12-02, made at commit abc." in head
+    assert "`python -m benchmarks.run fig6" in head and "![Figure 6: influence, none, random](fig6.png)" in head
+    assert SUITES["adam"].head(results).endswith("Not yet run.") and SUITES["adam"].body(results) == ""
+    (row,) = (line for line in summary.suites(results).splitlines() if "run fig6`" in line)
+    assert row.endswith("| 5 of 120 | 2.5 | 2026-12-01 to 2026-12-02 | abc |")
+
+
+def test_a_new_suite_is_one_entry(results, monkeypatch):
+    """Its page is begun by itself, and prose written into it stays."""
+    new = replace(SUITES["fig6"], name="new", title="A new suite", tables=lambda data: [f"{len(data)} environment"])
+    monkeypatch.setitem(SUITES, "new", new)
+    monkeypatch.setitem(report.PAGES, "new", {"head": new.head, "tables": new.body})
+    shutil.copytree(results / "fig6", results / "new")
+    report.draw("new", results)
+    assert (results / "new" / "new.png").exists()
+    page = results / "new" / "README.md"
+    page.write_text(report.filled("new", results))
+    assert page.read_text().startswith("<!-- report: head -->\n# A new suite\n") and "1 environment" in page.read_text()
+    page.write_text(page.read_text().replace("<!-- report: tables -->", "What I think.\n\n<!-- report: tables -->"))
+    assert report.filled("new", results) == page.read_text()
 
 
 def test_report_of_language_models_by_hand(tmp_path):
     """The standard run's final level is 0.275; its trailing mean gets there in the last of four rounds, of 3 s each, influence's
     in the first, of 2.5 s."""
     for arm, rewards, seconds in (("none", [0.1, 0.2, 0.4, 0.4], [1, 0, 2]), ("influence", [0.3, 0.3, 0.5, 0.5], [1, 0.5, 1])):
-        (r,) = suites.runs_of("rlhf", seeds=1, names=(arm,))
+        (r,) = SUITES["rlhf"].runs(seeds=1, names=(arm,))
         rows = []
         for k in range(5):
             did = [96, 0.25, *seconds] if k < 4 else [""] * 5
             more = [rewards[k], 1, 20] if k < 4 else [""] * 3
             rows.append(["rlhf", "reviews", arm, 100, "adam", 101, k, 128 * k, 0.1 * k, 128, *did, k, *more, 0.6])
         run.save(tmp_path, r, rows, {"run": r.name, "command": r.command})
-    block = rlhf.block(tmp_path)
-    assert cells(block, "influence")[0] == "1|25.0 (32.8 ± 1.5)|20.8 (16.8 ± 1.3)|0.400|0.200|0.000|0.600|1.0|25".split("|")
-    assert cells(block, "none")[0][:4] == ["1", "100.0", "100.0", "0.275"]
-    assert cells(block, "influence")[1] == ["1.00 (2.74)", "0.50 (2.15)", "1.00 (40.39)", "2.50 (45.28)", "0.83 (0.51)"]
-    rlhf.draw(tmp_path)
+    page = SUITES["rlhf"].body(tmp_path)
+    assert cells(page, "influence")[0] == "1|25.0 (32.8 ± 1.5)|20.8 (16.8 ± 1.3)|0.400|0.200|0.000|0.600|1.0|25".split("|")
+    assert cells(page, "none")[0][:4] == ["1", "100.0", "100.0", "0.275"]
+    assert cells(page, "influence")[1] == ["1.00 (2.74)", "0.50 (2.15)", "1.00 (40.39)", "2.50 (45.28)", "0.83 (0.51)"]
+    report.draw("rlhf", tmp_path)
     assert (tmp_path / "rlhf" / "rlhf.png").stat().st_size > 2000
-    assert rlhf.block(tmp_path / "elsewhere") == "Not yet run: `python -m benchmarks.run rlhf`."
+
+
+def test_report_of_language_models_at_equal_kl_by_hand(tmp_path):
+    """Plain PPO's points (KL, reward) are (4, 0.4), (2, 0.2): at equal KL 3 it has 0.3, and f_seq 0.5; beyond there is no curve."""
+    for arm, kl, value in (
+        ("none, kl 0.02", 4, 0.4),
+        ("none, kl 0.04", 2, 0.2),
+        ("f_seq, kl 0.02", 3, 0.5),
+        ("f_seq, kl 0.04", 9, 0.5),
+    ):
+        (r,) = SUITES["rlhf_kl"].runs(seeds=1, names=(arm,))
+        rows = []
+        for k in range(5):
+            did = [96, 0.25, 1, 0, 1] if k < 4 else [""] * 5
+            more = [0.3, kl, 20] if k < 4 else [""] * 3
+            rows.append(["rlhf_kl", "reviews", arm, 100, "adam", 101, k, 128 * k, value, 128, *did, k, *more, value + 0.1])
+        run.save(tmp_path, r, rows, {"run": r.name, "command": r.command})
+    page = SUITES["rlhf_kl"].body(tmp_path)
+    assert cells(page, "f_seq") == [
+        "0.02|1|3.0|0.500|0.600|0.200|0.200|25".split("|"),
+        "0.04|1|9.0|0.500|0.600|||25".split("|"),
+    ]
+    assert cells(page, "none")[0] == "0.02|1|4.0|0.400|0.500|||25".split("|")
+    report.draw("rlhf_kl", tmp_path)
+    assert (tmp_path / "rlhf_kl" / "rlhf_kl.png").stat().st_size > 2000
 
 
 def test_stalled_runs_are_counted(tmp_path):
     for seed, returns in ((101, [-500, -500, -490, -100]), (102, [-500, -100, -100, -500]), (103, [-500, -100, -90, -80])):
         write_results(tmp_path, "stalled", "Acrobot", "none", seed, returns)
-    (found,) = cells(report.block("stalled", tmp_path), "Acrobot, none")
+    (found,) = cells(SUITES["stalled"].body(tmp_path), "Acrobot, none")
     assert found[:3] == ["3", "1", "1"]
 
 
@@ -454,7 +504,7 @@ def test_figures_are_drawn_from_what_there_is(results):
     for environment, returns in (("FrozenLake", [0, 1]), ("MiniGrid", [0.1, 0.2, 0.3])):
         write_results(results, "stalled", environment, "none", 101, returns)
     for suite in ("fig6", "stalled"):
-        report.draw(results, suite)
+        report.draw(suite, results)
         assert 2000 < (results / suite / f"{suite}.png").stat().st_size < 150_000
 
 
@@ -467,10 +517,22 @@ def test_blocks_go_between_their_markers():
         report.insert(text, "z", "new")
 
 
-@pytest.mark.parametrize("name", report.BLOCKS)
-def test_the_readme_shows_the_committed_results(name):
-    text = report.README.read_text()
-    assert report.insert(text, name, report.block(name)) == text
+@pytest.mark.parametrize("page", report.PAGES)
+def test_pages_show_the_committed_results(page):
+    assert report.filled(page) == report.path_of(page).read_text()
+
+
+def test_no_circle_of_imports():
+    """Within benchmarks/, by module, imports inside functions included."""
+    graph = {}
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        graph[module] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("benchmarks"):
+                graph[module] |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+    graph = {module: {other for other in imported if other in graph and other != module} for module, imported in graph.items()}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
 # ---- fixed_reference.py
@@ -504,8 +566,8 @@ def test_fixed_reference_is_reported(tmp_path, monkeypatch):
     assert all(0 < row[4] < 2048 for row in rows)
     for seed, change in ((101, 0.25), (102, 0.75)):
         rows = [["FrozenLake", seed, k, name, 9, k - 0.5, change] for k in range(2) for name in ("own", "fixed")]
-        run.write_csv(tmp_path / "fixed_reference" / f"FrozenLake_{seed}.csv", fixed_reference.COLUMNS, rows)
-    (found,) = cells(report.block("fixed_reference", tmp_path), "FrozenLake, the fixed reference")
-    assert found == ["2", "50%", "0.5 [-2.68, 3.68]"]  # 12.706 * 0.25
+        files.write_csv(tmp_path / "fixed_reference" / f"FrozenLake_{seed}.csv", fixed_reference.COLUMNS, rows)
+    (found,) = cells(fixed_reference.body(tmp_path), "FrozenLake, the fixed reference")
+    assert found == ["2", "50%", "0.500 [-2.677, 3.677]"]  # 12.706 * 0.25
     fixed_reference.draw(tmp_path)
     assert (tmp_path / "fixed_reference" / "fixed_reference.png").exists()

@@ -1,4 +1,4 @@
-"""The fast Highway of benchmarks/envpool_highway.py is highway-v0, and shows no step that nobody took."""
+"""The fast Highway of benchmarks/variants/envpool_highway.py is highway-v0, and shows no step that nobody took."""
 
 import gymnasium as gym
 import numpy as np
@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("envpool")
 
-from benchmarks import envpool_highway as highway  # noqa: E402
+from benchmarks.variants import envpool_highway as highway  # noqa: E402
 
 
 @pytest.fixture
 def twin():
-    env = gym.make("benchmarks.envpool_highway:EnvpoolHighway-v0", vehicles_count=10)
+    env = gym.make("benchmarks.variants.envpool_highway:EnvpoolHighway-v0", vehicles_count=10)
     yield env
     env.close()
 

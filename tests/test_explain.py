@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_scripts import SCRIPTS, assert_same, assert_same_end, model, refusal, train
 
-from benchmarks import behaviour, explain, intervene, local_check, snapshots
+from benchmarks.explain import behaviour, intervene, local_check, records, snapshots
 from iif_core import filter_bottom
 
 FROZEN_LAKE = """--env-id FrozenLake-v1 --env-kwargs '{"is_slippery": false}' --no-cuda --num-steps 512 --num-minibatches 16"""
@@ -142,7 +142,7 @@ def test_mc_advantages_by_hand():
     batch = {"obs": torch.nn.functional.one_hot(state.flatten(), 2).float(), "actions": action.flatten()}
     batch |= {"rewards": reward.flatten(), "dones": done.flatten()}
     expected = [q[s, a] - v[s] for s, a in zip(state.flatten().tolist(), action.flatten().tolist())]
-    assert explain.mc_advantages(batch, 0.5, num_envs=2).tolist() == pytest.approx(expected)
+    assert records.mc_advantages(batch, 0.5, num_envs=2).tolist() == pytest.approx(expected)
 
 
 def test_advantages_from_the_simulator(lake):
@@ -158,10 +158,10 @@ def test_advantages_from_the_simulator(lake):
         )
         v = (policy * q).sum(1)
     state, action = snapshot.batch["obs"].argmax(1), snapshot.batch["actions"]
-    records = [int(r) for s in (0, 14) for r in (state == s).nonzero()[:3]]
-    estimates = explain.replayed_advantages(snapshot, 1500, records)
-    assert sorted(estimates) == sorted(records) and {int(state[r]) for r in records} == {0, 14}
-    for r in records:
+    asked = [int(r) for s in (0, 14) for r in (state == s).nonzero()[:3]]
+    estimates = records.replayed_advantages(snapshot, 1500, asked)
+    assert sorted(estimates) == sorted(asked) and {int(state[r]) for r in asked} == {0, 14}
+    for r in asked:
         assert estimates[r] == pytest.approx(q[state[r], action[r]] - v[state[r]], abs=0.05)
     assert max(abs(x) for x in estimates.values()) > 0.2
 
@@ -171,18 +171,18 @@ def test_a_simulator_is_reset_to_the_state(tmp_path):
     for script in (SCRIPTS[0], SCRIPTS[2]):  # by the state of CartPole; by a copy of MiniGrid
         folder = train(script, "--snapshot-rounds 1 --filter-when always", tmp_path).folder
         snapshot = snapshots.load(folder, 1)
-        seen, attribute = [], explain.simulator_state(snapshot.envs.envs[0])
+        seen, attribute = [], records.simulator_state(snapshot.envs.envs[0])
         with pytest.MonkeyPatch.context() as patch:
-            returns = explain.simulated_returns
+            returns = records.simulated_returns
 
             def first_step(envs, act, obs, gamma, first_action=None):
                 if first_action is not None:
                     seen.append((envs[0].step(first_action)[0].copy(), attribute))
                 return np.zeros(len(envs))
 
-            patch.setattr(explain, "simulated_returns", first_step)
-            explain.replayed_advantages(snapshot, 1, range(20))
-        assert returns is explain.simulated_returns and len(seen) >= 20
+            patch.setattr(records, "simulated_returns", first_step)
+            records.replayed_advantages(snapshot, 1, range(20))
+        assert returns is records.simulated_returns and len(seen) >= 20
         after = [snapshot.batch["obs"][r + 1].numpy() for r in range(20) if not snapshot.batch["dones"][r]]
         reached = [obs for r, (obs, _) in enumerate(seen[:20]) if not snapshot.batch["dones"][r]]
         assert len(after) > 10 and all(np.allclose(a, b, atol=1e-6) for a, b in zip(after, reached))
@@ -196,7 +196,7 @@ def test_sign_of_the_rank_correlation():
 
 
 def test_explain(lake, tmp_path, capsys):
-    explain.main(explain.Args(run=str(lake), round=3, records=10, out=str(tmp_path)))
+    records.main(records.Args(run=str(lake), round=3, records=10, out=str(tmp_path)))
     printed = capsys.readouterr().out
     snapshot = snapshots.load(lake, 3)
     scores = snapshot.batch["scores"]
@@ -213,7 +213,7 @@ def test_explain(lake, tmp_path, capsys):
     ranks = table(tmp_path / "round_000003_ranks.csv")
     column = {name: np.array([float(row[name]) for row in ranks]) for name in ranks[0]}
     assert (np.diff(column["score"]) <= 0).all()  # decreasing influence
-    a_true = explain.mc_advantages(snapshot.batch, 0.99).numpy()
+    a_true = records.mc_advantages(snapshot.batch, 0.99).numpy()
     np.testing.assert_allclose(column["a_true"], a_true[column["record"].astype(int)], rtol=1e-4, atol=1e-6)
     rho = snapshots.spearman(column["rank"], column["a_true"] * column["advantage"])
     assert f"A_true * A: {rho:+.3f}" in printed and rho < 0
@@ -223,15 +223,15 @@ def test_explain(lake, tmp_path, capsys):
 def test_pictures_of_other_environments(saved, tmp_path, capsys):
     """Frames of every script's records; rewards and observations are compared on the way."""
     script, folder = saved
-    explain.main(explain.Args(run=str(folder), round=3, records=3, out=str(tmp_path)))
+    records.main(records.Args(run=str(folder), round=3, records=3, out=str(tmp_path)))
     assert (tmp_path / "round_000003_frames.png").stat().st_size > 5000
     assert (tmp_path / "round_000003_grid.png").exists() == ("minigrid" in script.name)
     if script.env == "Pendulum-v1":
         with pytest.raises(SystemExit, match="normalised"):
-            explain.main(explain.Args(run=str(folder), round=3, advantages="replay", frames=False, out=str(tmp_path)))
+            records.main(records.Args(run=str(folder), round=3, advantages="replay", frames=False, out=str(tmp_path)))
     if "atari" in script.name:
         with pytest.raises(SystemExit, match="cannot be reset to a state"):
-            explain.main(explain.Args(run=str(folder), round=3, advantages="replay", out=str(tmp_path)))
+            records.main(records.Args(run=str(folder), round=3, advantages="replay", out=str(tmp_path)))
 
 
 # ---- interventions

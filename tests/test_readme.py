@@ -27,7 +27,7 @@ def changes():
 
 
 def test_the_memory_table_is_that_of_the_data():
-    from benchmarks import rlhf_memory
+    from benchmarks.cost import rlhf_memory
 
     assert len(rlhf_memory.table().splitlines()) > 2 and rlhf_memory.table() in README
 

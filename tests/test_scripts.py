@@ -178,7 +178,7 @@ def one():
 IMAGES = {"Agent", "rollout", "score", "evaluate", "make_env", "show"}
 OWN = {
     "ppo_iif_continuous.py": {"Agent", "rollout", "score", "tells_apart", "RawReward", "make_env", "make_eval_envs"}
-    | {"normalizers", "get_statistics", "set_statistics", "freeze_statistics"},
+    | {"normalized", "get_statistics", "set_statistics", "freeze_statistics"},
     "ppo_iif_minigrid.py": IMAGES | {"check_args"},
     "ppo_iif_atari.py": IMAGES,
 }

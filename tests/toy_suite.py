@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
-from benchmarks import run, suites
-from benchmarks.suites import Entry
+from benchmarks import run
+from benchmarks.reproduce import suites
+from benchmarks.reproduce.entries import Entry, Suite
 
 _, suite, results, workers, wait_for = sys.argv
 END = "--then go"
@@ -15,7 +16,8 @@ ARMS = {
     "slow": {"one": END, "wait": f"--then wait --for {wait_for}"},
 }
 for name, arms in ARMS.items():
-    suites.SUITES[name] = [Entry("Toy", "tests/toy_training", "--optimizer sgd --eval-episodes 7", 3, arms, seeds=1)]
+    entry = Entry("Toy", "tests/toy_training", "--optimizer sgd --eval-episodes 7", 3, arms, seeds=1)
+    suites.SUITES[name] = Suite(name, "Toys", "?", [entry], lambda data: [])
 try:
     run.main(run.Args(suite, workers=int(workers), results=Path(results)))
 except KeyboardInterrupt:

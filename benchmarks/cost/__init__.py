@@ -1,0 +1,6 @@
+"""What it costs. Begin with `python -m benchmarks.cost.scoring --table`: the scores, beside other ways to compute them.
+
+scoring.py             time, memory and error of the scores of one round
+throughput.py          whole rounds of the training scripts, against plain_ppo.py, a loop in the shape of CleanRL's
+rlhf_memory.py         the memory of ppo_iif_rlhf.py, predicted and measured
+"""

@@ -1,0 +1,124 @@
+"""How fast the training scripts are: `python -m benchmarks.cost.throughput`.
+
+Each row of WORKLOADS is run as a plain CleanRL-shaped loop (benchmarks/cost/plain_ppo.py), as its script with `--filter none`, and
+with `--filter influence`: the same environment, hyper-parameters, logging and one torch thread, each in a process of its own,
+in turn, `--repeats` times. Seconds are those of whole rounds, evaluation off, the first WARMUP of each process left out
+(imports). Ratios are taken within a repeat, so that a machine whose speed drifts does not favour anyone; their median is
+reported. Scoring is given as a share of the `none` arm's update, and the peak memory (RSS) of each process as a ratio to the
+`none` arm's.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from benchmarks import files
+from benchmarks.files import ROOT
+
+RESULTS = files.RESULTS / "cost" / "throughput.csv"
+WARMUP = 2
+MUJOCO = "--norm-obs --norm-reward --max-grad-norm 0.5 --anneal-lr --clip-vloss --vf-coef 0.25"
+WORKLOADS = {  # name: script, its arguments, rounds
+    "LunarLander": ("ppo_iif", "", 12),
+    "BipedalWalker": ("ppo_iif_continuous", "", 8),
+    "HalfCheetah": ("ppo_iif_continuous", f"--env-id HalfCheetah-v5 {MUJOCO}", 8),
+    "MiniGrid": ("ppo_iif_minigrid", "", 8),
+    "Atari": ("ppo_iif_atari", "", 5),
+}
+COLUMNS = "workload arm repeat seconds_per_round steps_per_second rollout scoring update peak_rss_mb".split()
+
+
+@dataclass
+class Args:
+    only: tuple[str, ...] = ()
+    """workloads to run (default: all)"""
+    repeats: int = 3
+    """how often each workload is run"""
+    output: Path = RESULTS
+    """the CSV to write, one row per process"""
+    table: bool = False
+    """print the table of an existing CSV, and run nothing"""
+
+
+def run_once(arm, script, arguments, rounds):
+    """One process. Returns its row: median seconds of a round and of its stages, peak RSS in MB."""
+    sys.path.insert(0, str(ROOT))
+    batch_size = __import__(script).Args().batch_size
+    arguments = [*arguments.split(), "--total-timesteps", str(rounds * batch_size), "--torch-threads", "1"]
+    with tempfile.TemporaryDirectory() as folder:
+        if arm == "plain":
+            command = [sys.executable, "-m", "benchmarks.cost.plain_ppo", "runs", script, *arguments]
+        else:
+            command = [sys.executable, str(ROOT / f"{script}.py"), *arguments, "--filter", arm]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with open(Path(folder) / "log", "w") as log:
+            process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
+            _, status, usage = os.wait4(process.pid, 0)
+        output = (Path(folder) / "log").read_text()
+        if status:
+            sys.exit(f"{' '.join(command)} failed:\n{output}")
+        row = {"peak_rss_mb": usage.ru_maxrss / 1024}
+        if arm == "plain":
+            seconds = json.loads(output.splitlines()[-1])
+        else:
+            (run,) = Path(folder).glob("runs/*")
+            events = EventAccumulator(str(run)).Reload()
+            clock = [event.wall_time for event in events.Scalars("charts/round")]
+            seconds = [None, *(b - a for a, b in zip(clock, clock[1:]))]
+            for stage in ("rollout", "scoring", "update"):
+                row[stage] = median(event.value for event in events.Scalars(f"time/{stage}")[WARMUP:])
+    row["seconds_per_round"] = median(seconds[WARMUP:])
+    row["steps_per_second"] = batch_size / row["seconds_per_round"]
+    return row
+
+
+def table(path=RESULTS):
+    """The table as Markdown, from the CSV alone."""
+    rows = {}
+    for row in files.read_csv(path):
+        rows.setdefault(row["workload"], {}).setdefault(row["arm"], []).append(row)
+
+    def ratio(a, column_a, b, column_b):
+        return median(float(x[column_a]) / float(y[column_b]) for x, y in zip(a, b))
+
+    lines = []
+    for workload, arms in rows.items():
+        plain, none, iif = arms["plain"], arms["none"], arms["influence"]
+        speed = [f"{median(float(r['steps_per_second']) for r in arm):.0f}" for arm in (plain, none, iif)]
+        split = " / ".join(f"{1e3 * median(float(r[k]) for r in iif):.0f}" for k in ("rollout", "scoring", "update"))
+        cells = [f"{ratio(plain, 'seconds_per_round', none, 'seconds_per_round'):.2f}"]
+        cells += [f"{ratio(iif, 'seconds_per_round', none, 'seconds_per_round'):.3f}", split]
+        cells += [f"{ratio(iif, 'scoring', none, 'update'):.2f}", f"{median(float(r['peak_rss_mb']) for r in none):.0f}"]
+        lines.append([workload, *speed, *cells, f"{ratio(iif, 'peak_rss_mb', none, 'peak_rss_mb'):.2f}"])
+    header = "workload|steps/s: plain loop|`none`|IIF|`none` / plain|IIF / `none`, time of a round|rollout / scoring / update of IIF, ms"
+    header += "|scoring / update of `none`|peak RSS of `none`, MB|IIF / `none`, RSS"
+    return files.table(header.split("|"), lines)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    unknown = set(args.only) - set(WORKLOADS)
+    if unknown:
+        sys.exit(f"--only {unknown.pop()}: not one of {', '.join(WORKLOADS)}")
+    if not args.table:
+        kept = []  # workloads that this call does not run keep the rows they have
+        if args.only:
+            kept = [row for row in files.read_csv(args.output) if row["workload"] not in args.only]
+        rows = []
+        for workload in args.only or WORKLOADS:
+            for repeat in range(args.repeats):
+                for arm in ("plain", "none", "influence"):
+                    row = {"workload": workload, "arm": arm, "repeat": repeat, **run_once(arm, *WORKLOADS[workload])}
+                    rows.append({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
+                    print({k: rows[-1][k] for k in ("workload", "arm", "repeat", "steps_per_second")}, flush=True)
+        rows = sorted(kept + rows, key=lambda row: list(WORKLOADS).index(row["workload"]))
+        files.write_csv(args.output, COLUMNS, [[row.get(column) for column in COLUMNS] for row in rows])
+    print(table(args.output))

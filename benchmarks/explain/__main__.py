@@ -1,0 +1,3 @@
+from benchmarks.explain.records import main, parse_args
+
+main(parse_args())

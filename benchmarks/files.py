@@ -1,0 +1,50 @@
+"""What all rooms share: where results are, CSVs, Markdown tables, pictures."""
+
+import csv
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def read_csv(path):
+    """The rows of a CSV as dicts; none if there is no such file."""
+    if not Path(path).exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_csv(path, columns, rows):
+    """Write a CSV whole or not at all; floats with seven digits."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.tmp", "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows([f"{x:.7g}" if isinstance(x, float) else x for x in row] for row in rows)
+    os.replace(f"{path}.tmp", path)
+
+
+def table(header, rows, left=1):
+    """Markdown; all columns but the first `left` are flushed right."""
+    lines = [header, ["---" if i < left else "--:" for i in range(len(header))], *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def save_small(fig, path):
+    """A PNG of 128 colours, a third of the size."""
+    from PIL import Image
+
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path)
+    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
