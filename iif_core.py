@@ -16,7 +16,9 @@ NeurIPS 2025, arXiv 2505.19281: sections 3 (targets, scores) and 5.1 (the filter
 """
 
 import contextlib
+import functools
 import sys
+import threading
 import warnings
 from fractions import Fraction
 
@@ -27,7 +29,20 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+_lock = threading.RLock()
 
+
+def _one_at_a_time(function):
+    """Let no thread find an agent, or torch, as another one has prepared it for scoring."""
+
+    @functools.wraps(function)
+    def locked(*args, **kwargs):
+        with _lock: return function(*args, **kwargs)  # fmt: skip  # on one line no interrupt comes between
+
+    return locked
+
+
+@_one_at_a_time
 def target_gradient(agent, target, num_records=None, *, chunk_size=None):
     """Gradient of a target function with respect to the trainable parameters of `agent`.
 
@@ -36,21 +51,26 @@ def target_gradient(agent, target, num_records=None, *, chunk_size=None):
     Returns {parameter name: gradient}; zeros for a parameter that the target does not use.
     Raises ValueError if the target is not a finite scalar or does not depend on the parameters.
     """
+    return _target_gradient("target", agent, target, num_records, chunk_size)
+
+
+def _target_gradient(name, agent, target, num_records, chunk_size):
     agent, params = _agent_and_params(agent)
     calls = [()] if num_records is None else [(inds,) for inds in _chunks(num_records, chunk_size)]
 
     def share(call):
-        return _scalar("target", target(*call))
+        return _scalar(name, target(*call))
 
     def compute():
         total = {}
         for call in calls:
             _add(total, _gradient(share(call), params))
-        return _complete("target", total, params)
+        return _complete(name, total, params)
 
     return _undisturbed(agent, lambda: share(calls[0]), compute)
 
 
+@_one_at_a_time
 def influence_scores(agent, record_losses, direction, num_records, *, chunk_size=None, forward_mode=False):
     """Scores score_i = - < grad L_i, direction >, exact for any network that does not mix records (paper section 3.2).
 
@@ -80,20 +100,24 @@ def influence_scores(agent, record_losses, direction, num_records, *, chunk_size
     def losses(inds):
         return _vector("record_losses", record_losses(inds), inds)
 
-    def forward():
-        total = {}
-        for inds in chunks:
-            _add(total, _gradient(losses(inds).sum(), params))
-        known = _dot(_complete("record_losses", total, params), direction)
-        return _forward_mode(agent, params, losses, direction, chunks), known
-
     def compute():
-        ways = [forward] if forward_mode else []
-        return _finite("scores", -_products(agent, params, losses, direction, chunks, ways))
+        # random weights: with equal ones, a sum that happens to be zero would check nothing
+        generator = torch.Generator("cpu").manual_seed(num_records)
+        weights = (0.5 + torch.rand(num_records, generator=generator, device="cpu")).to(next(iter(params.values())).device)
+
+        def known():
+            total = {}
+            for inds in chunks:
+                _add(total, _gradient((weights[inds] * losses(inds)).sum(), params))
+            return _dot(_complete("record_losses", total, params), direction)
+
+        first = [lambda: _forward_mode(agent, params, losses, direction, chunks)] if forward_mode else []
+        return _finite("scores", -_products(agent, params, losses, direction, chunks, weights, known, first))
 
     return _undisturbed(agent, lambda: losses(chunks[0]), compute)
 
 
+@_one_at_a_time
 def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=None, chunk_size=None, forward_mode=False):
     """Scores of a PPO round against its own return: what iterative influence-based filtering drops by (paper section 5.1).
 
@@ -117,13 +141,14 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
     Raises ValueError as influence_scores does, and on non-finite advantages.
     """
     agent, params = _agent_and_params(agent)
-    advantages = torch.as_tensor(advantages, device=next(iter(params.values())).device).detach()
+    advantages = _tensor("advantages", advantages, next(iter(params.values())).device).detach()
     ok = advantages.dim() == 1 and len(advantages) and advantages.is_floating_point()
     _require(ok, "advantages must be a float tensor of shape [N] (flatten a [steps, envs] one)", advantages)
     _finite("advantages", advantages)
+    advantages = advantages.float() if torch.finfo(advantages.dtype).bits < 32 else advantages
     n = len(advantages)
     records = torch.arange(n, device="cpu")
-    inds = records if inds is None else torch.as_tensor(inds).cpu()
+    inds = records if inds is None else _tensor("inds", inds).cpu()
     ok = inds.shape == (n,) and not inds.is_floating_point() and torch.equal(inds.sort().values, records)
     _require(ok, f"inds must be a permutation of the {n} records", inds)
 
@@ -170,15 +195,12 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
             _add(total, gradient)
         direction = _complete("logprob", total, params)
         square = _dot(total, total)  # the direction is the mean of A_i grad log pi_i, so this is known twice
-        # Where a probability rounds to one, its gradient is lost. This is the rounding error relative to what is left.
+        # Where probabilities round to one their gradients are lost: the rounding error, relative to what is left of them.
         left = (advantages.abs() * logprobs.expm1().abs().clamp(max=1)).sum() / advantages.abs().sum()
-        rounding = float(torch.finfo(logprobs.dtype).eps / left)
-        if rounding > 0.1:
-            products = torch.zeros_like(advantages)
-        else:
-            first = [lambda: (_forward_mode(agent, params, log_pi, direction, chunks), square)] if forward_mode else []
-            first += [lambda: (_close(graphs, direction, n), square)] if graphs else []
-            products = _products(agent, params, log_pi, direction, chunks, first, advantages / n, rounding)
+        rounding = float(max(torch.finfo(logprobs.dtype).eps, _precision(agent)) / left)
+        first = [lambda: _forward_mode(agent, params, log_pi, direction, chunks)] if forward_mode else []
+        first += [lambda: _close(graphs, direction, n)] if graphs else []
+        products = _products(agent, params, log_pi, direction, chunks, advantages / n, lambda: square, first, rounding)
         # L_i = -A_i * log pi_i, its constant taken out: a product with one is slow in forward mode
         scores = _finite("scores", normalized * products)
         scores.agreement, scores.noise_scale = _consistency(gradients, [len(part) for part in parts])
@@ -187,18 +209,14 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
     return _undisturbed(agent, lambda: log_pi(chunks[0]), compute)
 
 
+@_one_at_a_time
 def action_influence(agent, logprob_of_action, record_losses, num_records, *, chunk_size=None, forward_mode=False):
     """Scores of records against one action at one state, f_action = log pi(a|s) (paper sections 3.1 and 4.2).
 
     logprob_of_action: logprob_of_action() -> scalar, log pi(a|s) of the chosen state and action.
     The other arguments, the result and the errors are those of influence_scores.
     """
-    name, (module, params) = "logprob_of_action", _agent_and_params(agent)
-
-    def target():
-        return _complete(name, _gradient(_scalar(name, logprob_of_action()), params), params)
-
-    direction = _undisturbed(module, logprob_of_action, target)
+    direction = _target_gradient("logprob_of_action", agent, logprob_of_action, None, None)
     return influence_scores(agent, record_losses, direction, num_records, chunk_size=chunk_size, forward_mode=forward_mode)
 
 
@@ -209,10 +227,10 @@ def filter_bottom(scores, percent, *, of="negative"):
     drops another) or all of them (of="all"). Among equal scores the first goes first, so that the count is exact.
     Raises ValueError on scores that are empty, not 1-D or not finite, and on a percent outside [0, 100].
     """
-    scores = torch.as_tensor(scores).detach()
-    _require(scores.dim() == 1 and len(scores), "scores must have the shape [N]", scores)
+    scores = _tensor("scores", scores).detach()
+    _require(scores.dim() == 1 and len(scores) and not scores.is_complex(), "scores must have the shape [N]", scores)
     _finite("scores", scores)
-    ok = not isinstance(percent, (bool, str, type(None))) and 0 <= percent <= 100
+    ok = isinstance(percent, (int, float, np.number)) and not isinstance(percent, bool) and 0 <= percent <= 100
     _require(ok, "percent must lie in [0, 100]", percent)
     _require(of in ("negative", "all"), "of must be 'negative' or 'all'", of)
     n = int((scores < 0).sum()) if of == "negative" else len(scores)
@@ -267,7 +285,8 @@ def _gradient(value, params, **options):
 
 def _add(total, gradient):
     for name, grad in gradient.items():
-        total[name] = total[name].add_(grad.detach()) if name in total else grad.detach().clone()
+        grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()
+        total[name] = total[name].add_(grad) if name in total else grad.clone()
 
 
 def _complete(what, gradient, params):
@@ -275,14 +294,15 @@ def _complete(what, gradient, params):
     _require(
         gradient,
         f"{what}: the value does not depend on the trainable parameters of agent;"
-        " does the closure run this very agent, outside torch.no_grad and without detach?",
+        " does the closure run this very agent, without no_grad, detach and reentrant checkpoints?",
     )
     return {name: gradient[name] if name in gradient else torch.zeros_like(p) for name, p in params.items()}
 
 
 def _open(params, losses, inds, weights, create_graph=True):
     """Losses of some records; their inds; weights w; and {name: gradient of w @ losses}, as a function of w."""
-    values, w = losses(inds), weights.clone().requires_grad_()
+    values = losses(inds)
+    w = weights.to(values.dtype, copy=True).requires_grad_()
     return values.detach(), inds, w, _gradient((w * values).sum(), params, create_graph=create_graph)
 
 
@@ -318,69 +338,79 @@ def _forward_mode(agent, params, losses, direction, chunks):
     return torch.cat(products).detach()
 
 
-def _products(agent, params, losses, direction, chunks, first, weights=None, tolerance=0.0):
-    """< grad L_i, direction > of all records, [n]: by the first way whose sum, weighted, is the one that is known otherwise.
+def _products(agent, params, losses, direction, chunks, weights, known, first, rounding=0.0):
+    """< grad L_i, direction > of all records, [n]: by the first way whose sum, weighted, is known() (computed by training's own
+    operations); zeros where `rounding`, the relative error of the gradients themselves, leaves nothing to tell.
 
-    first: functions that return products and that sum. After them comes reverse mode, with plain kernels at the second try;
-    at last one backward pass a record, which is slow and needs nothing else than what training needs.
+    first: functions that return products. After them comes reverse mode, at the second try with plain kernels; at last one
+    backward pass a record, which is slow, and right whatever training differentiates.
     """
-    n, device = sum(map(len, chunks)), next(iter(params.values())).device
-    weights = torch.ones(n, device=device) if weights is None else weights
-    precision = _precision(agent)
-    tolerance, reason = max(min(100 * precision, precision**0.5), tolerance), ""
+    eps, reason = _precision(agent), ""
+    tolerance = max(100 * eps if eps < 1e-6 else min(4 * eps, 0.03), rounding if rounding <= 0.1 else 0)
+    known = functools.cache(known)
 
-    def reverse():
+    def reverse(kernels=contextlib.nullcontext):
         products, total = [], {}
-        for inds in chunks:
-            _, _, w, gradient = _open(params, losses, inds, weights[inds])
-            products.append(_close([(inds - inds[0], w, gradient)], direction, len(inds)))
-            _add(total, gradient)
-        return torch.cat(products), _dot(_complete("record_losses", total, params), direction)
+        with kernels():
+            for inds in chunks:
+                _, _, w, gradient = _open(params, losses, inds, weights[inds])
+                products.append(_close([(inds - inds[0], w, gradient)], direction, len(inds)))
+                _add(total, gradient)
+        total = _complete("record_losses", total, params)
+        floor = 10 * eps * (_dot(total, total) * _dot(direction, direction)) ** 0.5  # where it moves nothing, all is rounding
+        return torch.cat(products), known() if kernels is _PlainKernels else _dot(total, direction), floor
 
-    for way in [*first, reverse, _plain_kernels(reverse, device)]:
+    ways = [lambda way=way: (way(), known(), 0) for way in first] + [reverse, lambda: reverse(_PlainKernels)]
+    for way in ways:
         try:
-            products, known = way()
+            products, total, floor = way()
         except RuntimeError as error:  # NotImplementedError is one
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = str(error).splitlines()[0][:120]
             continue
         parts = weights * products
-        off = float((parts.sum() - known).abs() / (parts.abs().sum() + abs(known)))
-        if not off > tolerance:
+        off = (parts.sum() - total).abs()
+        if not off > tolerance * (parts.abs().sum() + total.abs()) + floor:
             return products
-        reason = f"their sum is {off:.1e} off"
-    warnings.warn(f"the scores are computed slowly, record by record: no other way is exact for this network ({reason})")
+        if rounding > 0.1:
+            return torch.zeros_like(products)
+        reason = f"their sum is {float(off / (parts.abs().sum() + total.abs())):.1e} off"
+    losses(chunks[0])  # raises if the closure itself is at fault
+    warnings.warn(
+        f"the scores are computed slowly, record by record: no other way is exact for this network ({reason}). If the closure"
+        " enters torch.autocast, put the whole call into it."
+    )
     gradients = (_gradient(value, params, retain_graph=True) for inds in chunks for value in losses(inds))
     return torch.stack([torch.as_tensor(_dot(gradient, direction)) for gradient in gradients])
 
 
-class _PlainAttention(TorchFunctionMode):
-    """Attention by operations that have second derivatives, in this thread."""
+class _PlainKernels(TorchFunctionMode):
+    """In this thread, attention by operations that have second derivatives; and no cuDNN, whose recurrent cells have none."""
+
+    def __enter__(self):
+        self.cudnn = torch.backends.cudnn.enabled
+        torch.backends.cudnn.enabled = False
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.backends.cudnn.enabled = self.cudnn
+        return super().__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is nn.functional.scaled_dot_product_attention:
-            return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+            return self.attention(*args, **kwargs)
         if function is nn.functional.multi_head_attention_forward and kwargs.get("need_weights") is False:
             return function(*args, **kwargs | {"need_weights": True})[0], None  # with its weights it is not fused
         return function(*args, **kwargs)
 
-
-def _plain_kernels(way, device):
-    """`way` with kernels that have second derivatives: attention's own are fused, as are cuDNN's for recurrent networks."""
-
-    def plain():
-        cudnn = torch.backends.cudnn.enabled
-        try:
-            if device.type == "cuda":
-                torch.backends.cudnn.enabled = False
-            with _PlainAttention():
-                return way()
-        finally:
-            torch.backends.cudnn.enabled = cudnn
-
-    return plain
+    @staticmethod
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **kwargs):
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+        math = torch.ops.aten._scaled_dot_product_attention_math
+        return math(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)[0]
 
 
 def _quarters(records):
@@ -408,25 +438,27 @@ def _consistency(gradients, sizes):
 def _undisturbed(agent, probe, compute):
     """compute() with `agent` in evaluation mode, eager, with gradients, on copies of its buffers; then all is put back.
 
-    Where random numbers were drawn or buffers changed, probe() must still give the same value twice, or there is no one
+    Where random numbers were drawn or buffers or attributes changed, probe() must still give the same value twice, or there is no one
     function to differentiate: then ValueError.
     """
     kept = [(m, m.training, dict(vars(m))) for m in agent.modules()]
     kept_dicts = [(d, dict(d)) for _, _, attributes in kept for d in attributes.values() if isinstance(d, dict)]
-    slots = [(m._buffers, name, b, b.detach().clone()) for m, *_ in kept for name, b in m._buffers.items() if b is not None]
+    slots = [(m._buffers, name, b) for m, *_ in kept for name, b in m._buffers.items() if b is not None]
     devices = {p.device for p in agent.parameters() if p.is_cuda}
     rng = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-    # compiled code cannot be differentiated twice
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
     def changed():
         pairs = [*zip(rng, [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)])]
-        pairs += [(b, buffers[name]) for buffers, name, b, _ in slots if b.layout is torch.strided]
-        return not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+        pairs += [(b, buffers[name]) for buffers, name, b in slots if b.layout is torch.strided]
+        if not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
+            return True
+        return any(vars(m).get(k) is not v for m, _, attributes in kept for k, v in attributes.items() if k != "training")
 
     def put_back():
         if done:
             return
+        for stance in eager:
+            stance.__exit__(None, None, None)
         for m, training, attributes in kept:
             m.training = training
             for name in vars(m).keys() - attributes.keys():
@@ -440,21 +472,23 @@ def _undisturbed(agent, probe, compute):
             torch.cuda.set_rng_state(state, device)
         done.append(True)
 
-    done = []
+    done, eager = [], []
     try:
         try:
             for m, training, _ in kept:
                 # cuDNN's recurrent kernels have a backward in training mode only, and without dropout the two modes are one
                 m.training = training and isinstance(m, nn.RNNBase) and m.dropout == 0
-            for buffers, name, _, copy in slots:
-                buffers[name] = copy
             parametrize._cache.clear()
-            with eager, torch.inference_mode(False), torch.enable_grad():
+            if "torch._dynamo" in sys.modules:  # compiled code cannot be differentiated twice
+                eager.append(torch.compiler.set_stance("force_eager"))
+            with torch.inference_mode(False), torch.enable_grad():
+                for buffers, name, b in slots:
+                    buffers[name] = b.detach().clone()
                 result = compute()
                 with torch.no_grad():
                     _require(
                         not changed() or torch.equal(probe(), probe()),
-                        "the closure gives another value at each call (random numbers, or a buffer that it updates): make it"
+                        "the closure gives another value at each call (random numbers, or a buffer or attribute that it updates): make it"
                         " deterministic in evaluation mode, e.g. F.dropout(x, training=self.training), a stored action",
                     )
                 return result
@@ -476,6 +510,8 @@ def _agent_and_params(agent):
     agent = getattr(agent, "_orig_mod", agent)  # of a module from torch.compile: the module
     _require(isinstance(agent, nn.Module), "agent must be a torch.nn.Module", agent)
     params = {name: p for name, p in agent.named_parameters() if p.requires_grad}
+    lazy = [name for name, p in agent.named_parameters() if nn.parameter.is_lazy(p)]
+    _require(not lazy, f"agent is not initialised: run it once, so that {lazy[:1]} gets its shape")
     _require(params, "agent has no trainable parameters")
     return agent, params
 
@@ -503,6 +539,13 @@ def _positive(name, value):
     ok = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value > 0
     _require(ok, f"{name} must be a positive integer", value)
     return int(value)
+
+
+def _tensor(name, value, device=None):
+    try:
+        return torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be a tensor: {error}") from None
 
 
 def _scalar(name, value):

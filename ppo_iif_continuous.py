@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0", "numpy==2.4.6", "gymnasium==1.4.0", "tyro==1.0.17", "tensorboard==2.21.0", "wandb==0.31.0",
+#     "moviepy==2.2.1", "box2d==2.3.10", "pygame-ce==2.5.8", "mujoco==3.17.0",
+# ]
+# ///
 """PPO with influence-based filtering (IIF), for vector observations and continuous actions.
 
 A round: roll out the policy, estimate advantages, score every record by its influence on the round's return, leave out the most

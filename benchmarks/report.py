@@ -15,11 +15,11 @@ from typing import Annotated
 import tyro
 
 from benchmarks.cost import scoring, throughput
-from benchmarks.explain import intervene, local_check, records
+from benchmarks.explain import attribution, intervene, local_check, records
 from benchmarks.files import RESULTS, ROOT
 from benchmarks.reproduce import fixed_reference, learning, summary
 from benchmarks.reproduce.suites import SUITES
-from benchmarks.variants import envpool_highway
+from benchmarks.variants import dqn, envpool_highway
 
 PAGES = {suite.name: {"head": suite.head, "tables": suite.body} for suite in SUITES.values()}
 PAGES |= {  # page: {block: (results) -> its Markdown}
@@ -35,6 +35,10 @@ PAGES |= {  # page: {block: (results) -> its Markdown}
         "interventions": lambda results: intervene.table(results / "explain" / "interventions"),
         "local_check": lambda results: local_check.table(results / "explain"),
     },
+    "attribution": {
+        "methods": lambda results: attribution.tables(results / "attribution"),
+        "dqn": lambda results: dqn.table_of(results / "dqn"),
+    },
     "benchmarks": {"paper": summary.paper, "sceptic": summary.sceptic, "suites": summary.suites},
     "readme": {"when": summary.when},
 }
@@ -42,6 +46,7 @@ PAGES |= {  # page: {block: (results) -> its Markdown}
 
 def path_of(page, results=RESULTS):
     own = {"benchmarks": ROOT / "benchmarks" / "README.md", "readme": ROOT / "README.md"}
+    own["attribution"] = ROOT / "docs" / "attribution.md"
     return own.get(page, results / page / "README.md")
 
 

@@ -107,9 +107,11 @@ def rows_of(run, folder):
     labels = [run.suite, run.environment, run.arm, percent, given["--optimizer"], run.seed]
     names = ("influence/records_kept", "influence/negative_fraction", "time/rollout", "time/scoring", "time/update")
     columns = [{event.step: event.value for event in scalars.get(name, ())} for name in names]
-    more = [(name, {event.step: event.value for event in scalars[name]}) for _, name in run.columns]
-    evaluations = scalars[run.returns]
+    more = [(name, {event.step: event.value for event in scalars.get(name, ())}) for _, name in run.columns]
     ends = [event.step for event in scalars["charts/round"]]
+    if run.returns.startswith("charts/"):
+        return training_rows(run, scalars[run.returns], ends, labels, columns, [column for _, column in more])
+    evaluations = scalars[run.returns]
     if len(ends) != run.rounds or [event.step for event in evaluations] != [0, *ends]:
         raise ValueError(f"{len(ends)} rounds and {len(evaluations)} evaluations, expected {run.rounds} and one more")
     rows = []
@@ -127,6 +129,24 @@ def rows_of(run, folder):
     return rows
 
 
+def training_rows(run, episodes, ends, labels, columns, more):
+    """The rows of a run that is judged by the episodes that it trains on: of each round, the mean return of those that ended in
+    it, which the sampled policy theta(k) played, and how many they are."""
+    if len(ends) != run.rounds:
+        raise ValueError(f"{len(ends)} rounds, expected {run.rounds}")
+    rows = []
+    for k, (start, end) in enumerate(zip([0, *ends], ends)):
+        returns = [event.value for event in episodes if start < event.step <= end]
+        mean = f"{sum(returns) / len(returns):.6g}" if returns else ""
+        kept, negative, *seconds = (column.get(end) for column in columns)
+        kept = end - start if kept is None else kept
+        did = [*(x if x is None else f"{x:.5g}" for x in (kept, negative)), *(x if x is None else f"{x:.4f}" for x in seconds)]
+        extra = [column.get(end) for column in more]
+        extra = [x if x is None else f"{x:.5g}" for x in extra]
+        rows.append([*labels, k, start, mean, len(returns), *did, "", *extra])
+    return rows
+
+
 def execute(run, folder, on_round=lambda: None):
     """One run from its start to its end, in `folder`. Returns its rows and its record; raises RuntimeError with the end of its
     log, which stays there."""
@@ -136,7 +156,7 @@ def execute(run, folder, on_round=lambda: None):
     record = {"run": run.name, "command": run.command, "rounds": run.rounds, **code(run.script)}
     command = [sys.executable, str(ROOT / f"{run.script}.py"), *shlex.split(run.arguments)]
     # The scripts print a line like this before the first round and after each.
-    status, cpu = call(command, folder, log, lambda line: on_round() if re.match(r"round=[1-9]\d*, eval", line) else None)
+    status, cpu = call(command, folder, log, lambda line: on_round() if re.match(r"round=[1-9]\d*, eval|SPS:", line) else None)
     try:
         if status:
             raise ValueError(f"exit status {status}")

@@ -185,7 +185,7 @@ def test_suites_are_what_they_say():
         for r in queue:
             given = options(r.arguments)
             assert (ROOT / f"{r.script}.py").exists() and given["--seed"] == str(r.seed)
-            if suite == "rlhf":
+            if suite in ("rlhf", "rlhf_kl"):
                 assert int(given["--total-timesteps"]) == int(given["--batch-size"]) * r.rounds
                 continue
             episodes = "100" if r.arm.endswith("100 episodes") else "10" if r.environment == "BipedalWalker" else "20"
@@ -466,6 +466,31 @@ def test_report_of_language_models_by_hand(tmp_path):
     assert cells(page, "influence")[1] == ["1.00 (2.74)", "0.50 (2.15)", "1.00 (40.39)", "2.50 (45.28)", "0.83 (0.51)"]
     report.draw("rlhf", tmp_path)
     assert (tmp_path / "rlhf" / "rlhf.png").stat().st_size > 2000
+
+
+def test_report_of_language_models_at_equal_kl_by_hand(tmp_path):
+    """Plain PPO's points (KL, reward) are (4, 0.4), (2, 0.2): at equal KL 3 it has 0.3, and f_seq 0.5; beyond there is no curve."""
+    for arm, kl, value in (
+        ("none, kl 0.02", 4, 0.4),
+        ("none, kl 0.04", 2, 0.2),
+        ("f_seq, kl 0.02", 3, 0.5),
+        ("f_seq, kl 0.04", 9, 0.5),
+    ):
+        (r,) = SUITES["rlhf_kl"].runs(seeds=1, names=(arm,))
+        rows = []
+        for k in range(5):
+            did = [96, 0.25, 1, 0, 1] if k < 4 else [""] * 5
+            more = [0.3, kl, 20] if k < 4 else [""] * 3
+            rows.append(["rlhf_kl", "reviews", arm, 100, "adam", 101, k, 128 * k, value, 128, *did, k, *more, value + 0.1])
+        run.save(tmp_path, r, rows, {"run": r.name, "command": r.command})
+    page = SUITES["rlhf_kl"].body(tmp_path)
+    assert cells(page, "f_seq") == [
+        "0.02|1|3.0|0.500|0.600|0.200|0.200|25".split("|"),
+        "0.04|1|9.0|0.500|0.600|||25".split("|"),
+    ]
+    assert cells(page, "none")[0] == "0.02|1|4.0|0.400|0.500|||25".split("|")
+    report.draw("rlhf_kl", tmp_path)
+    assert (tmp_path / "rlhf_kl" / "rlhf_kl.png").stat().st_size > 2000
 
 
 def test_stalled_runs_are_counted(tmp_path):

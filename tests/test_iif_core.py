@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -728,6 +729,70 @@ def test_what_forward_mode_does_not_see(case, forward_mode):
 
 
 @both_modes
+def test_attention_with_a_boolean_mask(forward_mode):
+    agent = nn.ModuleDict({"qkv": nn.Linear(8, 24), "out": nn.Linear(24, ACTIONS)})
+    obs, actions, advantages = torch.randn(N, 3, 8), torch.randint(ACTIONS, (N,)), torch.randn(N)
+    mask = torch.ones(N, 1, 1, 3, dtype=torch.bool)
+    mask[: N // 2, ..., 2] = False
+
+    def logprob(inds):
+        q, k, v = agent["qkv"](obs[inds]).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[inds])
+        return log_pi(agent["out"](h.transpose(1, 2).flatten(1)), actions[inds])
+
+    scores = return_influence(agent, logprob, advantages, forward_mode=forward_mode)
+    assert_equal(scores, return_scores_by_hand(agent, logprob, advantages))
+
+
+class Detached(OldSine):
+    """Right for training, and without a second derivative that autograd knows of."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.detach() * ctx.saved_tensors[0].cos()
+
+
+@slowly
+@both_modes
+def test_losses_whose_gradients_cancel(forward_mode):
+    """Their sum is zero whatever the single ones are, so that it can check nothing."""
+    agent, obs = mlp_net(), torch.randn(N // 2, OBS).repeat(2, 1)
+    sign, direction = torch.ones(N), random_direction(agent)
+    sign[N // 2 :] = -1
+    losses = lambda inds: sign[inds] * agent[2](Detached.apply(agent[0](obs[inds]))).sin().sum(1)
+    truth = -record_gradients(agent, losses, N) @ flat(agent, direction)
+    assert_equal(influence_scores(agent, losses, direction, N, forward_mode=forward_mode), truth)
+
+
+@both_modes
+def test_sparse_gradients(forward_mode):
+    sparse, dense = (nn.Sequential(nn.Embedding(4, 8, sparse=s), nn.Tanh(), nn.Linear(8, ACTIONS)) for s in (True, False))
+    dense.load_state_dict(sparse.state_dict())
+    obs, actions, advantages = torch.randint(4, (N,)), torch.randint(ACTIONS, (N,)), torch.randn(N)
+    logprob = lambda agent: lambda inds: log_pi(agent(obs[inds]), actions[inds])
+    scores = return_influence(sparse, logprob(sparse), advantages, forward_mode=forward_mode)
+    assert_equal(scores, return_scores_by_hand(dense, logprob(dense), advantages))
+
+
+def test_a_direction_along_which_nothing_moves():
+    """All logits up by one: the products are rounding errors, and no reason for the slow way."""
+    agent, logprob, n = discrete(mlp_net().float(), torch.randn(N, OBS).float())
+    direction = {name: torch.zeros_like(p) for name, p in agent.named_parameters()}
+    direction["2.bias"] += 1
+    assert influence_scores(agent, logprob, direction, n).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("weights, network", [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)])
+def test_advantages_of_another_precision_than_the_network(weights, network):
+    agent, obs, actions = mlp_net().to(network), torch.randn(N, OBS).to(network), torch.randint(ACTIONS, (N,))
+    advantages = torch.randn(N).to(weights)
+    logprob = lambda inds: log_pi(agent(obs[inds]), actions[inds])
+    scores = return_influence(agent, logprob, advantages).double()
+    agent, obs = agent.double(), obs.double()
+    assert_equal(scores, return_scores_by_hand(agent, logprob, advantages.double()), 1e-5)
+
+
+@both_modes
 def test_complex_parameters(forward_mode):
     agent = Net(None, inner=nn.Linear(OBS, 8, dtype=torch.complex128), out=nn.Linear(16, ACTIONS))
     run = lambda x: agent.out(torch.view_as_real(agent.inner(x.to(torch.complex128)).tanh()).flatten(1))
@@ -777,6 +842,21 @@ def test_a_few_uncertain_records_among_confident_ones():
     agent64, logprob64, advantages64 = confident(20, torch.float64)
     agent64.load_state_dict(agent.state_dict())
     assert_equal(scores.double(), return_influence(agent64, logprob64, advantages64), 1e-4)
+
+
+def test_a_density_of_one_is_not_a_certain_action():
+    """A Beta(1, 1) policy, as it is initialised: log pi is zero everywhere, its gradient is not."""
+    agent = nn.Linear(OBS, 2)
+    nn.init.zeros_(agent.weight), nn.init.constant_(agent.bias, math.log(math.e - 1))  # softplus of it is 1
+    obs, actions, advantages = torch.randn(N, OBS), torch.rand(N), torch.randn(N)
+    logprob = lambda inds: torch.distributions.Beta(*F.softplus(agent(obs[inds])).T).log_prob(actions[inds])
+    assert logprob(torch.arange(N)).abs().max() < 1e-12
+    assert_equal(return_influence(agent, logprob, advantages), return_scores_by_hand(agent, logprob, advantages))
+
+
+def test_a_confident_float32_policy_with_float64_log_probs():
+    agent, logprob, advantages = confident(20)
+    assert not return_influence(agent, lambda inds: logprob(inds).double(), advantages.double()).any()
 
 
 @slowly
@@ -965,6 +1045,17 @@ def test_a_sample_that_the_value_does_not_use_is_fine():
     assert_equal(influence_scores(agent, losses, direction, n), influence_scores(agent, logprob, direction, n))
 
 
+def test_a_forward_that_counts_is_refused():
+    def run(m, x):
+        m.calls += 1
+        return m.net(x) * m.calls
+
+    agent, logprob, n = discrete(Net(run, net=mlp_net(), calls=0))
+    with pytest.raises(ValueError, match="attribute that it updates"):
+        return_influence(agent, logprob, torch.randn(n))
+    assert agent.calls == 0
+
+
 def _copy_(m, mean):
     with torch.no_grad():
         m.mean.copy_(mean)
@@ -1024,6 +1115,7 @@ def snapshot(agent):
         "modes of autograd": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_fwd_grad_enabled()),
         "kernels": (torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled),
         "functions of torch": {(m, name): id(f) for m in (torch._C, F) for name, f in vars(m).items() if callable(f)},
+        "stance of torch.compile": torch._dynamo.eval_frame._stance.stance,
         "level of forward mode": torch.autograd.forward_ad._current_level,
         "attention": [
             getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math", "cudnn")
@@ -1168,6 +1260,29 @@ def test_other_threads_are_not_disturbed():
         assert_equal(scores, truth)
 
 
+def test_threads_that_score_at_once():
+    """Each gets its own scores, and all is as it was."""
+    agents = [discrete(nn.Sequential(nn.Linear(OBS, 8), nn.Dropout(0.5), nn.Linear(8, ACTIONS))) for _ in range(2)]
+    advantages, found = torch.randn(N), {0: [], 1: [], 2: []}
+
+    def score(thread):
+        agent, logprob, _ = agents[thread % 2]  # two of them share one
+        for i in range(20):
+            found[thread].append(return_influence(agent, logprob, advantages, forward_mode=i % 2 == 0))
+
+    threads = [threading.Thread(target=score, args=[i]) for i in found]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert all(m.training for case in agents for m in case.agent.modules())
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    for thread, results in found.items():
+        agent, logprob, _ = agents[thread % 2]
+        truth = return_scores_by_hand(agent.eval(), logprob, advantages)
+        assert len(results) == 20
+        for scores in results:
+            assert_equal(scores, truth)
+
+
 @pytest.mark.parametrize("cache", ["parametrize.cached", "of its own"])
 def test_training_goes_on_within_a_cache(cache):
     """Tensors that are cached while scoring hang on a graph that is gone."""
@@ -1224,7 +1339,7 @@ def test_a_closure_that_switches_the_mode(switch):
     assert [m.training for m in agent.modules()] == modes
 
 
-@pytest.mark.parametrize("network", [mlp, sdpa, weight_normed])
+@pytest.mark.parametrize("network", [mlp, sdpa, weight_normed, batch_norm])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_works_where_gradients_are_off(mode, network):
     agent, logprob, n = network()
@@ -1566,6 +1681,9 @@ ERRORS = {
     "inds: negative": (lambda: bad(inds=-torch.arange(N)), "inds"),
     "inds: floats": (lambda: bad(inds=torch.arange(float(N))), "inds"),
     "inds: two dimensions": (lambda: bad(inds=torch.arange(N)[None]), "inds"),
+    "advantages: text": (lambda: bad(advantages="x"), "advantages must be a tensor"),
+    "inds: text": (lambda: bad(inds="x"), "inds must be a tensor"),
+    "agent: lazy": (lambda: bad(agent=nn.LazyLinear(3)), "not initialised.*weight"),
     "inds: mask": (lambda: bad(inds=torch.ones(N, dtype=torch.bool)), "inds"),
     "minibatch_size: zero": (lambda: bad(minibatch_size=0), "minibatch_size"),
     "minibatch_size: negative": (lambda: bad(minibatch_size=-4), "minibatch_size"),
@@ -1608,6 +1726,8 @@ ERRORS = {
     "percent: nan": (lambda: filter_bottom(torch.zeros(3), math.nan), "percent"),
     "percent: text": (lambda: filter_bottom(torch.zeros(3), "12.5"), "percent"),
     "percent: bool": (lambda: filter_bottom(torch.zeros(3), True), "percent"),
+    "percent: list": (lambda: filter_bottom(torch.zeros(3), [10]), "percent"),
+    "scores: text": (lambda: filter_bottom("x", 10), "scores must be a tensor"),
     "percent: missing": (lambda: filter_bottom(torch.zeros(3), None), "percent"),
     "of: unknown": (lambda: filter_bottom(torch.zeros(3), 10, of="positive"), "of must be"),
     "advantages to log: another length": (log_bad_advantages, "advantages"),

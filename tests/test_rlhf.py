@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,7 @@ def flags_of(folder):
 def run(flags, cwd):
     """Run the script here, as __main__. Returns its message if it refused, what it printed, and the new run's folder."""
     before, out, message = set(Path(cwd).glob("runs/*")), io.StringIO(), None
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         patch.chdir(cwd)
         patch.setattr(sys, "argv", [str(SCRIPT), *flags.split()])
@@ -83,6 +85,9 @@ def run(flags, cwd):
             runpy.run_path(str(SCRIPT), run_name="__main__")
         except SystemExit as error:
             message = error.code
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     new = set(Path(cwd).glob("runs/*")) - before
     return message, out.getvalue(), new.pop() if new else None
 
@@ -212,7 +217,9 @@ def alone(agent, batch, i):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("target, record_loss", [("seq", "policy"), ("return", "policy"), ("seq", "ppo"), ("return", "ppo")])
+@pytest.mark.parametrize(
+    "target, record_loss", [("seq", "policy"), ("return", "policy"), ("seq_kl", "policy"), ("seq", "ppo")]
+)
 def test_scores_against_a_loop_of_autograd(lora, target, record_loss):
     agent = make_agent(lora)
     args = rlhf.Args(batch_size=6, target=target, record_loss=record_loss, score_chunk=4, vf_coef=0.3)
@@ -226,13 +233,18 @@ def test_scores_against_a_loop_of_autograd(lora, target, record_loss):
         return torch.cat([torch.zeros(p.numel()) if g is None else g.flatten() for g, p in zip(grads, params)])
 
     valid = batch if validation is None else validation
+    whole = torch.stack([rewards[there].sum() for rewards, there in zip(valid["token_rewards"], valid["mask"])])
+    whole = whole - valid["values"][:, 0]
+    whole = (whole - whole.mean()) / whole.std()
     value = 0
     for i in range(len(valid["mask"])):
         logprobs, _ = alone(agent, valid, i)
         advantages = valid["advantages"][i][: len(logprobs)]
-        value += (
-            logprobs.sum() * advantages[-1] / 6 if target == "seq" else (logprobs * advantages).sum() / valid["mask"].sum()
-        )
+        value += {
+            "seq": logprobs.sum() * advantages[-1] / 6,
+            "seq_kl": logprobs.sum() * whole[i] / 6,
+            "return": (logprobs * advantages).sum() / valid["mask"].sum(),
+        }[target]
     direction = gradient(value)
     expected = []
     for i in range(6):
@@ -246,6 +258,95 @@ def test_scores_against_a_loop_of_autograd(lora, target, record_loss):
     torch.testing.assert_close(scores, torch.stack(expected), rtol=1e-6, atol=1e-9)
     assert (scores < 0).any() and (scores > 0).any()
     assert not agent.training and all(p.grad is None for p in params)
+
+
+def test_ways_that_save_memory_change_nothing(folder):
+    """Micro-batches, layers computed again and another attention: the same scores and the same update."""
+    ends = []
+    for more in ({}, {"micro_batch_size": 1}, {"gradient_checkpointing": True}, {"attn_implementation": "sdpa"}):
+        args = rlhf.Args(model_name=f"{folder}/lm", batch_size=6, minibatch_size=3, score_chunk=4, **more)
+        agent = rlhf.make_agent(args, "cpu")[0].double()
+        batch = make_round(agent, args)
+        scores = rlhf.score(agent, batch, args)
+        optimizer = torch.optim.SGD(agent.parameters(), 0.1)
+        losses, steps = rlhf.update(agent, optimizer, batch, torch.arange(6), args, torch.Generator().manual_seed(2))
+        assert steps == 8
+        ends.append((scores, torch.cat([p.detach().flatten() for p in agent.parameters()]), torch.tensor([*losses.values()])))
+    for other in ends[1:]:
+        for mine, its in zip(ends[0], other):
+            torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-9)
+
+
+def test_bfloat16_ranks_records_as_float32_does(folder):
+    """Of the same weights, as bfloat16 has them, and one round: ranks and most signs agree, not the digits."""
+    scores, batch = [], None
+    for dtype in ("float32", "bfloat16"):
+        args = rlhf.Args(model_name=f"{folder}/lm", batch_size=24, dtype=dtype)
+        agent = rlhf.make_agent(args, "cpu")[0]
+        for p in agent.lm.parameters():
+            p.data = p.data.bfloat16().to(getattr(torch, dtype))
+        batch = batch or make_round(agent, args, 24)
+        scores.append(rlhf.score(agent, {k: x.float() if x.is_floating_point() else x for k, x in batch.items()}, args))
+    ranks = [x.argsort().argsort().float() for x in scores]
+    assert torch.corrcoef(torch.stack(ranks))[0, 1] > 0.95 and (scores[0].sign() == scores[1].sign()).float().mean() > 0.9
+    assert not torch.allclose(*scores, rtol=1e-3)
+
+
+def test_the_temperature_is_part_of_the_policy(folder):
+    args = rlhf.Args(model_name=f"{folder}/lm", batch_size=6, temperature=0.5)
+    agent = rlhf.make_agent(args, "cpu")[0].double()
+    batch = make_round(agent, args)
+    query, response = batch["query"][3][batch["query_mask"][3]], batch["response"][3][batch["mask"][3]]
+    logits = agent.lm(input_ids=torch.cat([query, response])[None]).logits[0, len(query) - 1 : -1] / 0.5
+    expected = logits.log_softmax(-1)[range(len(response)), response]
+    torch.testing.assert_close(batch["logprobs"][3][: len(response)], expected)
+    many = batch["query"][3].repeat(3000, 1), batch["query_mask"][3].repeat(3000, 1)
+    sampled, _ = rlhf.generate(agent, *many, 0, rlhf.Args(max_response_tokens=1, min_response_tokens=0), torch.Generator())
+    seen = torch.bincount(sampled[:, 0], minlength=len(WORDS)) / 3000
+    assert (seen - logits[0].softmax(-1)).abs().max() < 5 * (0.25 / 3000) ** 0.5
+
+
+def small(kind, folder, **kwargs):
+    """A model of another architecture, with the tokenizer of the others."""
+    shutil.copytree(folder / "lm", folder / kind, dirs_exist_ok=True)
+    sizes = {"vocab_size": len(WORDS), "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 32}
+    torch.manual_seed(3)
+    getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**sizes, **ends, **kwargs)
+    ).save_pretrained(folder / kind)
+
+
+@pytest.mark.parametrize(
+    "kind, more, lora",
+    [
+        ("OPT", {"word_embed_proj_dim": 4, "ffn_dim": 8}, 0),
+        ("OPT", {"word_embed_proj_dim": 16, "ffn_dim": 8}, 2),
+        ("Mixtral", {"intermediate_size": 8, "num_local_experts": 2, "num_key_value_heads": 2}, 2),
+        ("Qwen3Moe", {"moe_intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2}, 2),
+    ],
+)
+def test_architectures(kind, more, lora, folder, tmp_path):
+    small(kind, folder, **more)
+    flags = f"{flags_of(folder)} --model-name {folder}/{kind} --lora-r {lora} --total-timesteps 16 --save-model"
+    _, done = train(flags, tmp_path)
+    assert np.isfinite(values(done, "influence/score_std")).all() and values(done, "influence/score_std")[0] > 0
+
+
+def test_a_saved_adapter_begins_another_run(folder, tmp_path):
+    """Its first round is of the policy that the adapter is: the reference is it, too."""
+    flags = f"{flags_of(folder)} --lora-r 2 --learning-rate 0.1 --save-model"
+    _, done = train(flags, tmp_path)
+    agent, _, _ = rlhf.make_agent(rlhf.Args(model_name=f"{done}/model", max_prompt_tokens=5, max_response_tokens=6), "cpu")
+    saved = torch.load(done / "ppo_iif_rlhf.cleanrl_model")["agent"]
+    first, _, _ = rlhf.make_agent(rlhf.Args(model_name=f"{folder}/lm", lora_r=2), "cpu")
+    before = first.lm(input_ids=torch.tensor([[3, 4]])).logits
+    first.load_state_dict(saved, strict=False)
+    ids = torch.tensor([[3, 4]])
+    torch.testing.assert_close(agent.lm(input_ids=ids).logits, first.lm(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+    assert (before - agent.lm(input_ids=ids).logits).abs().max() > 1e-3
+    _, again = train(f"{flags} --model-name {done}/model --total-timesteps 16", tmp_path)
+    assert values(again, "rlhf/kl")[0] == pytest.approx(0, abs=1e-5)
 
 
 def test_generated_tokens_have_the_probabilities_of_the_policy(folder):
@@ -451,13 +552,80 @@ def test_the_small_models_are_built_from_reviews(tmp_path, monkeypatch):
     rlhf.prepare(str(tmp_path / "tiny"))
     rlhf.prepare(str(tmp_path / "tiny"))  # another run was faster
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
-    monkeypatch.setattr(rlhf, "TINY", str(tmp_path / "tiny"))
+    monkeypatch.setattr(rlhf, "TINY", tmp_path / "tiny")
     _, _, tokenizer = rlhf.make_agent(rlhf.Args(), "cpu")
     ids, mask = rlhf.tokenize(tokenizer, ["The best film", "why"], [8, 2])
     assert rlhf.decode(tokenizer, ids, mask) == ["the best film", ""]  # "why" is not among the words
     assert mask.tolist() == [[False] * 5 + [True] * 3, [False] * 7 + [True]]
     classify = rlhf.make_classifier("--reward-model-name", "tiny", 1, "cpu", probability=True)
-    assert classify(["the best film", "", "why"]).shape == (3,)
+    assert classify(["a"] * 3, ["the best film", "", "why"]).shape == (3,)
+
+
+def test_the_papers_command_with_stand_ins(folder, tmp_path):
+    """As in docs/language-models.md, each model and text replaced by a small one; two rounds, and one prompt too long."""
+    page = (SCRIPT.parent / "docs" / "language-models.md").read_text()
+    command = next(part for part in page.split("```") if "gpt-neo-2.7B" in part and "ppo_iif_rlhf.py" in part)
+    given = command.split("ppo_iif_rlhf.py", 1)[1].replace("\\\n", " ")
+    (tmp_path / "comments.jsonl").write_text('{"text": "it was bad"}\n' + json.dumps({"text": "a bad film " * 300}))
+    stand_ins = {
+        "EleutherAI/gpt-neo-2.7B": f"{folder}/lm",
+        "allenai/real-toxicity-prompts": f"{folder}/prompts.jsonl",
+        "prompt.text+continuation.text": "prompt.text+prompt.text+prompt.text",
+        "facebook/roberta-hate-speech-dynabench-r4-target": f"{folder}/classifier",
+        "alexandrainst/da-hatespeech-detection-base": f"{folder}/classifier",
+        "wiki_toxic_test.jsonl": f"{tmp_path}/comments.jsonl",
+        "--max-prompt-tokens 14": "--max-prompt-tokens 3",
+        "--min-prompt-tokens 10": "--min-prompt-tokens 2",
+        "--batch-size 256": "--batch-size 8",
+        "--validation-prompts 1024": "--validation-prompts 8",
+        "--eval-prompts 400": "--eval-prompts 2",
+        "--total-timesteps 27904": "--total-timesteps 16",
+        "bfloat16": "float32",
+    }
+    for theirs, ours in stand_ins.items():
+        assert theirs in given
+        given = given.replace(theirs, ours)
+    out, done = train(f"--no-cuda {given}", tmp_path)
+    assert len(values(done, "rlhf/reward")) == 2 and len(values(done, "eval/classifier")) == 3
+    assert "1 of 2 prompts are longer than the context: their last 3 tokens" in out
+
+
+def test_a_reward_of_prompt_and_response_and_a_missing_end(folder, tmp_path):
+    """With --min-response-tokens as many as the most, no response ends: each loses the penalty."""
+    flags = f"{flags_of(folder)} --reward toy_rewards:lengths --min-response-tokens 6 --total-timesteps 16 --norm_adv=False"
+    _, whole = train(f"{flags} --adaptive_kl=True", tmp_path)
+    _, less = train(f"{flags} --missing-eos-penalty 3 --adaptive-kl=False", tmp_path)
+    assert values(whole, "rlhf/reward")[0] > 6 and values(whole, "rlhf/ended_fraction") == [0]
+    assert values(less, "rlhf/reward")[0] == pytest.approx(values(whole, "rlhf/reward")[0] - 3, abs=1e-5)
+
+
+def test_fixed_validation_prompts():
+    class Tokenizer:
+        pad_token_id = eos_token_id = 0
+
+        def __call__(self, text, **_):
+            return {"input_ids": [int(text)] * 9}
+
+    args = rlhf.Args()
+    texts = [str(i) for i in range(1, 41)]
+    fixed = [rlhf.draw_prompts(Tokenizer(), texts, 8, args, 20, k, True)[0] for k in (0, 7)]
+    fresh = [rlhf.draw_prompts(Tokenizer(), texts, 8, args, 20, k)[0] for k in (0, 7)]
+    assert torch.equal(*fixed) and not torch.equal(*fresh) and fixed[0][:, -1].tolist() == list(range(1, 9))
+
+
+def test_an_interrupted_run_goes_on_where_it_was(folder, tmp_path, monkeypatch):
+    """The reward interrupts the second round, once."""
+    import toy_rewards
+
+    flags = f"{flags_of(folder)} --reward toy_rewards:lengths --save-model"
+    monkeypatch.setattr(toy_rewards, "interrupt_in", -1)
+    _, whole = train(flags, tmp_path)
+    monkeypatch.setattr(toy_rewards, "interrupt_in", 2)
+    message, _, cut = run(flags, tmp_path)
+    assert message == f"round 1: interrupted; nothing is lost: --resume runs/{cut.name}/checkpoint.pt"
+    assert run(f"--resume {cut}/checkpoint.pt", tmp_path)[0] is None
+    ends = [torch.load(path / "ppo_iif_rlhf.cleanrl_model")["agent"] for path in (whole, cut)]
+    assert all(torch.equal(p, ends[1][name]) for name, p in ends[0].items())
 
 
 # ---- bad input
@@ -466,12 +634,14 @@ def test_the_small_models_are_built_from_reviews(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags, culprit",
     [
-        ("--model-name nobody/nothing", "--model-name nobody/nothing: cannot load config.json (the hub does not answer"),
+        ("--model-name nobody/nothing", "--model-name nobody/nothing cannot be loaded"),
         ("--model-name ./nowhere", "no such folder"),
-        ("--model-name {}", "config.json is missing"),
+        ("--model-name {}", "a local folder needs config.json"),
+        ("--model-name {}/bert", "its tokens see the ones after them"),
+        ("--model-name {}/small", "its tokenizer has 24 tokens, its embedding only 9"),
         ("--model-name {}/mamba", "mamba has a state"),
         ("--reward-model-name {}/lm", "its weights lack score.weight"),
-        ("--reward-model-name {}/lm2", "tokenizer.json is missing"),
+        ("--reward-model-name {}/lm2", "needs config.json, the weights (model.safetensors) and the tokenizer"),
         ("--reward-model-name {}/classifier --reward-index 2", "2 classes"),
         ("--dataset-name {}/none.txt", "--dataset-name"),
         ("--dataset-name nobody/nothing", "--dataset-name nobody/nothing"),
@@ -480,6 +650,10 @@ def test_the_small_models_are_built_from_reviews(tmp_path, monkeypatch):
         ("--batch-size 81 --total-timesteps 81 --minibatch-size 1", "only 80 texts"),
         ("--max-prompt-tokens 30", "context"),
         ("--min-prompt-tokens 9", "--max-prompt-tokens 5"),
+        ("--min-response-tokens 9", "--max-response-tokens 6"),
+        ("--temperature 0", "--temperature 0"),
+        ("--reward os:nothing", "--reward os:nothing: not"),
+        ("--dataset-name {}/null.jsonl", "row 2 has [None] in text"),
         ("--minibatch-size 17", "--minibatch-size 17"),
         ("--filter nothing:here", "--filter nothing:here"),
         ("--filter-percent 101", "--filter-percent"),
@@ -498,13 +672,16 @@ def test_refused_before_work_starts(flags, culprit, folder, tmp_path):
         shutil.copytree(folder / "lm", folder / "mamba")
         config = transformers.MambaConfig(vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=1, state_size=2)
         transformers.MambaForCausalLM(config).save_pretrained(folder / "mamba")
-
-    def no_network(*_, **__):
-        raise ConnectionError("no network")
-
+    if "bert" in flags or "small" in flags:
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+        for name, size in (("bert", len(WORDS)), ("small", 9)):
+            shutil.copytree(folder / "lm", folder / name, dirs_exist_ok=True)
+            config = transformers.BertConfig(vocab_size=size, **sizes)
+            transformers.BertLMHeadModel(config).save_pretrained(folder / name)
+    if "null" in flags:
+        (folder / "null.jsonl").write_text('{"text": "a film"}\n{"text": null}\n')
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # what a run sets ends with the test
-        patch.setattr("huggingface_hub.HfApi.model_info", no_network)
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         message, out, done = run(f"{flags_of(folder)} {flags.format(folder)}", tmp_path)
     assert culprit in message and "\n" not in message and done is None and "Retrying" not in out
 

@@ -7,7 +7,8 @@ Time is a ratio to one ordinary forward+backward of PPO's policy loss over the s
 the actor's parameters only), which is 1.00. All methods run in one process with one thread and take turns; ratios are taken
 within a round of turns, and their median over the rounds is quoted, in CPU time, which other load disturbs least (those in
 wall-clock time are in the CSV). Every method is charged for all that lies between the round and its scores, the gradient of
-the target included; return_influence also for its checks and the normalisation of the advantages. A slow method scores the
+the target included; return_influence also for its checks and the normalisation of the advantages. Its default, exact for any network,
+takes the round in one piece and holds its graph; `forward_mode=True` goes by the chunks. A slow method scores the
 first records only, and its time is scaled up to the round. The process keeps the memory that it frees: the methods that need
 much of it would otherwise spend most of their time in page faults. What the cheap ones cost as a program finds them, under the
 allocator's defaults, is measured too, in a process of its own.
@@ -72,6 +73,48 @@ class Agent(nn.Module):
         """log pi(a|s), [n], of the actions, [n], taken at obs, [n, ...]."""
         return F.log_softmax(self.actor(self.features(obs)), -1).gather(1, actions[:, None])[:, 0]
 
+    def act(self, obs):
+        """Actions, [n], drawn from the policy."""
+        logprobs = torch.cat([self.actor(self.features(part)) for part in obs.split(128)]).log_softmax(-1)
+        return torch.multinomial(logprobs.exp(), 1)[:, 0]
+
+
+class Block(nn.Module):
+    """A layer of a transformer, as GPT-2's: causal attention, then a perceptron, each on what is normalised before it."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.norms = heads, nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        n, t, width = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(n, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(torch.ones(t, t, dtype=torch.bool).triu(1), float("-inf"))
+        x = x + self.out((weights.softmax(-1) @ v).transpose(1, 2).reshape(n, t, width))
+        return x + self.mlp(self.norms[1](x))
+
+
+class GPT(nn.Module):
+    """A small language model: a record is a prompt, [n, T], with the answer to it, [n, T']."""
+
+    def __init__(self, vocabulary=512, width=128, layers=2, heads=4, context=32, answer=24):
+        super().__init__()
+        self.answer, self.tokens, self.places = answer, nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)), nn.LayerNorm(width))
+        self.actor = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, obs, actions):
+        """log pi(answer|prompt), [n]: the sum over the tokens of the answer."""
+        tokens = torch.cat([obs, actions], 1)[:, :-1]
+        hidden = self.blocks(self.tokens(tokens) + self.places.weight[: tokens.shape[1]])
+        logprobs = F.log_softmax(self.actor(hidden[:, -self.answer :]), -1)
+        return logprobs.gather(2, actions[:, :, None]).sum((1, 2))
+
+    def act(self, obs):
+        return torch.randint(self.actor.out_features, (len(obs), self.answer))
+
 
 def init(module, gain=np.sqrt(2)):
     nn.init.orthogonal_(module.weight, gain)
@@ -121,6 +164,11 @@ def frames(state):
     return torch.stack([frame[(torch.arange(len(state)) - back).clamp(min=0)] for back in (3, 2, 1, 0)], 1)
 
 
+def prompts(state):
+    """[N, 8] tokens, those of a prompt next to each other in the vocabulary."""
+    return (256 + 100 * state[:, :1]).long().clamp(0, 500) + torch.arange(8)
+
+
 class Network(NamedTuple):
     title: str
     agent: Callable
@@ -134,6 +182,7 @@ class Network(NamedTuple):
 NETWORKS = {
     "mlp": Network("64-64 tanh MLP", mlp_agent, lambda state: 0.5 * state, 2048, 64, None, {"loop": 32}),
     "minigrid": Network("MiniGrid CNN", minigrid_agent, grids, 2048, 64, None, {"loop": 32}),
+    "gpt": Network("GPT of two layers", GPT, prompts, 128, 4, None, {"loop": 32}),
     "atari": Network("Atari NatureCNN", atari_agent, frames, 1024, 256, 128, {"loop": 32, "vmap": 256, "ghost": 256}),
 }
 
@@ -150,10 +199,10 @@ class Round:
             state[t] = 0.97 * state[t - 1] + (1 - 0.97**2) ** 0.5 * state[t]
         self.obs = network.obs(state)
         with torch.no_grad():
-            logprobs = torch.cat([self.agent.actor(self.agent.features(obs)) for obs in self.obs.split(128)]).log_softmax(-1)
-        actions = torch.multinomial(logprobs.exp(), 1)
-        taste = (state @ torch.randn(8, logprobs.shape[1])).gather(1, actions)[:, 0]
-        self.actions, self.logprobs = actions[:, 0], logprobs.gather(1, actions)[:, 0]
+            self.actions = self.agent.act(self.obs)
+            self.logprobs = torch.cat([self.logprob(inds) for inds in torch.arange(n).split(128)]).to(dtype)
+        first = self.actions.view(n, -1)[:, :1]
+        taste = (state @ torch.randn(8, int(first.max()) + 1)).gather(1, first)[:, 0]
         self.advantages = (10 * (state[:, 0] + 0.5 * taste + noise) - 5).to(dtype)
         self.order = torch.randperm(n)  # of the minibatches in which the advantages are normalised
         self.normalized = torch.empty(n, dtype=dtype)
@@ -199,18 +248,24 @@ def target(r, direction, n):
     return iif_core.target_gradient(r.agent, r.target, n, chunk_size=r.network.chunk_size)
 
 
-def forward(r, direction, n):
-    return iif_core.influence_scores(r.agent, r.losses, direction, n, chunk_size=r.network.chunk_size)
+def exact_scores(r, direction, n, forward_mode=False):
+    sizes = {"chunk_size": r.network.chunk_size, "forward_mode": forward_mode}
+    return iif_core.influence_scores(r.agent, r.losses, direction, n, **sizes)
 
 
-def return_influence(r, direction, n):
-    sizes = {"minibatch_size": r.network.minibatch_size, "chunk_size": r.network.chunk_size}
+def fast_scores(r, direction, n):
+    return exact_scores(r, direction, n, forward_mode=True)
+
+
+def exact(r, direction, n, forward_mode=False):
+    # in one piece the exact way shares the graph of the target with the scores
+    sizes = {"chunk_size": r.network.chunk_size if forward_mode else None, "forward_mode": forward_mode}
+    sizes["minibatch_size"] = r.network.minibatch_size
     return iif_core.return_influence(r.agent, r.logprob, r.advantages[:n], inds=r.order[r.order < n], **sizes)
 
 
-def double_backward(r, direction, n):
-    params = dict(r.agent.named_parameters())
-    return -iif_core._double_backward(r.agent, params, r.losses, direction, r.chunks(n))
+def fast(r, direction, n):
+    return exact(r, direction, n, forward_mode=True)
 
 
 def loop(r, direction, n):
@@ -278,18 +333,23 @@ def last_layer(r, direction, n):
         return r.normalized[:n] * (d * (h @ (weighted.T @ h).T + weighted.sum(0))).sum(1)
 
 
-PARTS = {
-    f.__name__: f for f in (yardstick, plain, target, forward, return_influence, double_backward, loop, ghost_target, ghost)
-}
+PARTS = {f.__name__: f for f in (yardstick, plain, target, exact_scores, fast_scores, exact, fast, loop, ghost_target, ghost)}
 PARTS |= {"vmap": vmap_grad, "last": last_layer}
-CHEAP = ("yardstick", "plain", "target", "forward", "return_influence", "double_backward")
+CHEAP = ("yardstick", "plain", "target", "exact_scores", "fast_scores", "exact", "fast")
+NOT_OF_A_GPT = {
+    "vmap",
+    "ghost_target",
+    "ghost",
+    "last",
+}  # written for one action a record, and for linear and convolutional layers
 METHODS = {  # a row of the tables: its label, and the parts that it runs one after the other
     "yardstick": ("forward+backward of the policy loss", ["yardstick"]),
     "plain": ("the same with the loss -A log pi, without ratio and clipping", ["plain"]),
     "target": ("gradient of the target only", ["target"]),
-    "forward": ("scores only, the direction given", ["forward"]),
-    "return_influence": ("**target and scores: `return_influence`**", ["return_influence"]),
-    "double": ("double backward", ["target", "double_backward"]),
+    "exact_scores": ("scores only, the direction given", ["exact_scores"]),
+    "fast_scores": ("scores only, `forward_mode=True`", ["fast_scores"]),
+    "exact": ("**target and scores: `return_influence`**", ["exact"]),
+    "fast": ("**target and scores: `return_influence(forward_mode=True)`**", ["fast"]),
     "loop": ("autograd, one record at a time", ["target", "loop"]),
     "vmap": ("`torch.func`: vmap of grad, then dot", ["target", "vmap"]),
     "ghost": ("hooks, weight gradients [N, out, in], as the paper's code", ["ghost_target", "ghost"]),
@@ -339,6 +399,7 @@ def peak_memory(network, method):
 
 def times(r, rounds, names=tuple(PARTS)):
     """{part: [rounds, 2]}, seconds of CPU and of wall clock, scaled up to the round where a part takes fewer records."""
+    names = [name for name in names if name not in NOT_OF_A_GPT or not isinstance(r.agent, GPT)]
     direction = target(r, None, r.network.records)
 
     def clock(part):
@@ -372,7 +433,7 @@ def measure(name, rounds):
     """The rows of one network."""
     network = NETWORKS[name]
     exact, r = Round(network, torch.float64), Round(network)
-    truth, reference = run(exact, "loop"), run(exact, "return_influence")
+    truth, reference = run(exact, "loop"), run(exact, "exact")
     seconds, direction, rows = times(r, rounds), target(r, None, network.records), []
 
     def apart(*flags):
@@ -381,6 +442,8 @@ def measure(name, rounds):
 
     default = {part: np.array(x) for part, x in apart("--default-allocator", name, "--rounds", str(rounds)).items()}
     for method, (label, parts) in METHODS.items():
+        if not seconds.keys() >= set(parts):
+            continue
         memory = apart("--memory", f"{name}:{method}")
         ratios = sum(seconds[part] for part in parts) / seconds["yardstick"]  # [rounds, 2]
         row = {"network": network.title, "method": label, "round_records": network.records, "chunk": network.chunk_size or ""}

@@ -24,6 +24,7 @@ class Entry:
     records: int = ROUND  # a round
     returns: str = "eval/episodic_return"  # what the script logs as the return of theta(k)
     columns: tuple[tuple[str, str], ...] = ()  # more columns of the results, and what the script logs for them
+    first_seed: int = FIRST_SEED
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Suite:
         """
         queue = []
         for position, e in enumerate(self.entries):
-            for seed in range(FIRST_SEED, FIRST_SEED + (seeds or e.seeds)):
+            for seed in range(e.first_seed, e.first_seed + (seeds or e.seeds)):
                 for arm, own in e.arms.items():
                     if (not only or e.environment in only) and (not names or arm in names):
                         number = rounds or e.rounds

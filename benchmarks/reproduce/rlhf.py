@@ -129,7 +129,7 @@ SUITE = Suite(
             "reviews",
             "ppo_iif_rlhf",
             "--no-cuda --optimizer adam --learning-rate 0.0001 --batch-size 128 --minibatch-size 4 --eval-prompts 128"
-            " --eval-model-name tiny",
+            " --eval-model-name tiny --kl-horizon 10000",
             60,
             {
                 "influence": "--filter influence --filter-percent 100 --target seq",

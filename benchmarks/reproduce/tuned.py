@@ -1,0 +1,318 @@
+"""Equal footing: does filtering help where PPO is well set, and each arm has its own learning rate?
+
+    python -m benchmarks.run tuning             every arm at every learning rate, on the tuning seeds
+    python -m benchmarks.reproduce.tuned        apply the rule below, write results/tuned/chosen.csv; then `tuning` once more: 50%
+    python -m benchmarks.run tuned              the chosen ones, once, on the test seeds
+    python -m benchmarks.report tuning tuned    the pages
+
+Settings are those that others published for plain PPO with Adam. The protocol, fixed before the first test run:
+
+- Learning rates: RATES times the published one. Tuning seeds: 1 to 3. Test seeds: 101 to 110, each run once.
+- A run is judged by the episodes that it trains on. Area: the mean over its rounds of the mean return of the episodes that
+  ended in the round (a round without one counts as the round before it; before the first, as the first). Final return: the mean
+  of the last tenth of the rounds.
+- Rule: each arm takes the rate with the largest mean area over the tuning seeds, of equal ones the smaller. `influence` is
+  tuned at 12.5 percent; 50 percent is then tried at the rate so chosen, and taken if its mean area is larger.
+- Arms of the test: `none`, `influence`, and `random` at influence's rate and percent. All else is equal: steps, networks, and
+  for a seed the first rollout.
+- A verdict needs the 95% interval of the paired difference of areas to leave out zero. Settings that never learn are reported
+  as they are.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.files import RESULTS, pyplot, read_csv, save_small, table, write_csv
+from benchmarks.reproduce import metrics
+from benchmarks.reproduce.entries import Entry, Suite
+
+RATES = (0.5, 1, 2, 4)
+TUNING_SEEDS, TEST_SEEDS = 3, 10
+COLUMNS = (("kl", "losses/approx_kl"), ("agreement", "influence/agreement"), ("noise_scale", "influence/noise_scale"))
+CHOSEN = RESULTS / "tuned" / "chosen.csv"
+ZOO, CLEANRL = "rl-zoo3, hyperparams/ppo.yml", "CleanRL, ppo_continuous_action.py"
+ADAM = "--optimizer adam --no-cuda --max-grad-norm 0.5"
+MUJOCO = f"{ADAM} --norm-obs --norm-reward --anneal-lr --clip-vloss --vf-coef 0.25"
+
+
+@dataclass(frozen=True)
+class Setting:
+    script: str
+    arguments: str
+    steps: int
+    records: int  # a round
+    learning_rate: float
+    source: str
+
+    @property
+    def rounds(self):
+        return self.steps // self.records
+
+
+SETTINGS = {
+    "DoorKey": Setting(
+        "ppo_iif_minigrid",
+        f"--env-id MiniGrid-DoorKey-5x5-v0 --obs-scale 10 {ADAM} --num-envs 8 --num-steps 128 --num-minibatches 16"
+        " --update-epochs 10",
+        100_000,
+        1024,
+        2.5e-4,
+        f"{ZOO}, MiniGrid-DoorKey-5x5-v0; our network, no normalisation",
+    ),
+    "Acrobot": Setting(
+        "ppo_iif",
+        f"--env-id Acrobot-v1 {ADAM} --num-envs 16 --num-steps 256 --num-minibatches 64 --update-epochs 4 --gae-lambda 0.94",
+        300_000,
+        4096,
+        3e-4,
+        f"{ZOO}, Acrobot-v1; no normalisation",
+    ),
+    "LunarLander": Setting(
+        "ppo_iif",
+        f"--env-id LunarLander-v3 {ADAM} --num-envs 16 --num-steps 1024 --num-minibatches 256 --update-epochs 4"
+        " --gamma 0.999 --gae-lambda 0.98 --ent-coef 0.01",
+        500_000,
+        16384,
+        3e-4,
+        f"{ZOO}, LunarLander-v2",
+    ),
+    "KeyCorridor": Setting(
+        "ppo_iif_minigrid",
+        f"--env-id MiniGrid-KeyCorridorS3R1-v0 --obs-scale 10 {ADAM} --num-envs 8 --num-steps 512 --num-minibatches 64"
+        " --update-epochs 10",
+        500_000,
+        4096,
+        2.5e-4,
+        f"{ZOO}, MiniGrid-FourRooms-v0, as it has no KeyCorridor; our network, no normalisation",
+    ),
+    "Hopper": Setting("ppo_iif_continuous", f"--env-id Hopper-v5 {MUJOCO}", 500_000, 2048, 3e-4, CLEANRL),
+    "HalfCheetah": Setting("ppo_iif_continuous", f"--env-id HalfCheetah-v5 {MUJOCO}", 500_000, 2048, 3e-4, CLEANRL),
+}
+
+
+def flags(name, kind, factor, percent=12.5):
+    """The arguments of an arm on an environment."""
+    filtered = f" --filter-percent {percent:g}" if kind != "none" else ""
+    return f"--filter {kind}{filtered} --learning-rate {SETTINGS[name].learning_rate * float(factor):g}"
+
+
+def entry(name, arms, **fields):
+    s = SETTINGS[name]
+    fields |= {"records": s.records, "returns": "charts/episodic_return", "columns": COLUMNS}
+    return Entry(name, s.script, s.arguments, s.rounds, arms, **fields)
+
+
+def read_chosen():
+    """{environment: row of chosen.csv}: the factors of the learning rate of `none` and of `influence`; the percent, empty until
+    50 percent has been tried."""
+    return {row["environment"]: row for row in read_csv(CHOSEN)}
+
+
+def tuning_entries():
+    """Every arm at every rate, and 50 percent where a rate has been chosen."""
+    entries = []
+    for name in SETTINGS:
+        arms = {f"{kind}, lr x {f:g}": flags(name, kind, f) for f in RATES for kind in ("none", "influence")}
+        if name in read_chosen():
+            f = read_chosen()[name]["influence"]
+            arms[f"influence 50%, lr x {f}"] = flags(name, "influence", f, 50)
+        entries.append(entry(name, arms, seeds=TUNING_SEEDS, first_seed=1))
+    return entries
+
+
+def test_entries():
+    """The environments whose choice is complete."""
+    entries = []
+    for name, row in read_chosen().items():
+        if row["percent"]:
+            arms = {"none": flags(name, "none", row["none"])}
+            arms |= {kind: flags(name, kind, row["influence"], float(row["percent"])) for kind in ("influence", "random")}
+            entries.append(entry(name, arms, seeds=TEST_SEEDS))
+    return entries
+
+
+# ---- data
+
+
+@dataclass
+class Curve:
+    """A run: mean training return of each round; seconds of each round's stages, and what else was logged of it. All [rounds],
+    nan where there is none."""
+
+    returns: np.ndarray
+    seconds: np.ndarray
+    kl: np.ndarray
+    agreement: np.ndarray
+    noise_scale: np.ndarray
+
+
+def curve(rows):
+    def column(name):
+        return np.array([float(row[name]) if row[name] else np.nan for row in rows])
+
+    returns = column("return")
+    known = np.flatnonzero(~np.isnan(returns))
+    if len(known):  # a round in which no episode ended has the return of the round before
+        returns = returns[known[np.clip(np.searchsorted(known, np.arange(len(rows)), "right") - 1, 0, None)]]
+    seconds = sum(np.nan_to_num(column(f"{stage}_seconds")) for stage in ("rollout", "scoring", "update"))
+    return Curve(returns, seconds, column("kl"), column("agreement"), column("noise_scale"))
+
+
+def area(c):
+    return c.returns.mean()
+
+
+def final(c):
+    return c.returns[-max(1, len(c.returns) // 10) :].mean()
+
+
+def load(suite, results):
+    """{environment: {arm: {seed: Curve}}} of what is finished, in the order of the settings."""
+    data = {name: {} for name in SETTINGS}
+    for path in sorted((results / suite.name).glob("*_*.csv")):
+        rows = read_csv(path)
+        arms = data[rows[0]["environment"]]
+        arms.setdefault(rows[0]["arm"], {})[int(rows[0]["seed"])] = curve(rows)
+    return {name: arms for name, arms in data.items() if arms}
+
+
+def choose(data):
+    """Rows of chosen.csv by the rule, for the environments whose grid is complete."""
+    rows = []
+    for name, arms in data.items():
+        areas = {arm: np.mean([*map(area, seeds.values())]) for arm, seeds in arms.items() if len(seeds) == TUNING_SEEDS}
+        best = {}
+        for kind in ("none", "influence"):
+            names = [f"{kind}, lr x {f:g}" for f in RATES]
+            if set(names) <= set(areas):
+                best[kind] = f"{RATES[int(np.argmax([areas[n] for n in names]))]:g}"  # of equal ones the first, the smaller
+        if len(best) == 2:
+            few, half = (f"influence{percent}, lr x {best['influence']}" for percent in ("", " 50%"))
+            percent = "" if half not in areas else "50" if areas[half] > areas[few] else "12.5"
+            rows.append([name, best["none"], best["influence"], percent])
+    return rows
+
+
+# ---- pages
+
+
+def spread(values, digits=3):
+    values = np.array(values)
+    error = f" ± {values.std(ddof=1) / len(values) ** 0.5:.2g}" if len(values) > 1 else ""
+    return f"{values.mean():.{digits}g}{error}"
+
+
+def tuning_tables(data):
+    """Mean area of each arm at each rate; which was taken."""
+    parts, chosen = [], read_chosen()
+    for name, arms in data.items():
+        rows = []
+        for kind in ("none", "influence", "influence 50%"):
+            cells = [arms.get(f"{kind}, lr x {f:g}") for f in RATES]
+            if any(cells):
+                rows.append([kind, *(spread([area(c) for c in seeds.values()]) if seeds else "" for seeds in cells)])
+        rate = SETTINGS[name].learning_rate
+        parts.append(table([f"{name}: mean area ± SE", *(f"{rate * f:g}" for f in RATES)], rows))
+        if name in chosen:
+            row = chosen[name]
+            taken = f"Taken: none at {rate * float(row['none']):g}, influence at {rate * float(row['influence']):g}"
+            parts.append(taken + (f" with {row['percent']} percent." if row["percent"] else "; 50 percent not yet tried."))
+    return parts
+
+
+def paired(arms, arm, other, statistic):
+    seeds = sorted(set(arms.get(arm, {})) & set(arms.get(other, {})))
+    return [statistic(arms[arm][s]) - statistic(arms[other][s]) for s in seeds]
+
+
+def verdict(name, arms):
+    """One line."""
+    texts = []
+    for other in ("none", "random"):
+        mean, _, half = metrics.t_interval(paired(arms, "influence", other, area))
+        if np.isnan(half):
+            return f"**{name}**: not enough seeds yet."
+        word = "ahead of" if mean > half else "behind" if mean < -half else "not told apart from"
+        texts.append(f"{word} `{other}` ({mean:.3g} [{mean - half:.3g}, {mean + half:.3g}])")
+    return f"**{name}**, {len(arms['influence'])} seeds: influence is {' and '.join(texts)} in area."
+
+
+def tuned_tables(data):
+    rows = []
+    for name, arms in data.items():
+        for arm, seeds in arms.items():
+            means = {f: [np.nanmean(getattr(c, f)) for c in seeds.values()] for f in ("kl", "seconds", "agreement")}
+            cells = [name, arm, len(seeds), spread([*map(area, seeds.values())]), spread([*map(final, seeds.values())])]
+            agreement = spread(means["agreement"], 2) if not np.isnan(means["agreement"]).any() else ""
+            rows.append([*cells, spread(means["kl"], 2), f"{np.mean(means['seconds']):.2f}", agreement])
+    header = "environment|arm|seeds|area ± SE|final return ± SE|KL of the last minibatch|seconds a round|agreement"
+    differences = []
+    for name, arms in data.items():
+        for arm, other in (("influence", "none"), ("influence", "random"), ("random", "none")):
+            cells = []
+            for statistic in (area, final):
+                mean, _, half = metrics.t_interval(paired(arms, arm, other, statistic))
+                cells.append(f"{mean:.3g}" + ("" if np.isnan(half) else f" [{mean - half:.3g}, {mean + half:.3g}]"))
+            seeds = [np.array([[area(c)] for c in arms.get(a, {}).values()]) for a in (arm, other)]
+            better = metrics.probability_of_improvement(*seeds) if min(map(len, seeds)) > 1 else ()
+            cells.append("{:.2f} [{:.2f}, {:.2f}]".format(*better) if better else "")
+            cells += [metrics.interquartile_mean(s)[0] if len(s) > 3 else np.nan for s in seeds]
+            differences.append([name, f"{arm} minus {other}", *cells[:3], *(f"{x:.3g}" for x in cells[3:])])
+    columns = "environment|arms|area, 95% interval|final return, 95% interval|probability that an area is larger|IQM|IQM of the other"
+    lines = "\n".join(f"- {verdict(name, arms)}" for name, arms in data.items())
+    return [lines, table(header.split("|"), rows, left=2), table(columns.split("|"), differences, left=2)]
+
+
+def draw(suite, results):
+    """Curves: means over seeds and their 95% intervals."""
+    plt, data = pyplot(), suite.load(results)
+    fig, axes = plt.subplots(1, len(data), figsize=(4 * len(data), 3.2), dpi=110, squeeze=False)
+    for ax, (name, arms) in zip(axes[0], data.items()):
+        for i, (arm, seeds) in enumerate(arms.items()):
+            returns = np.array([c.returns for c in seeds.values()])
+            steps = (1 + np.arange(returns.shape[1])) * SETTINGS[name].records / 1000
+            style = {"ls": "--"} if arm.startswith("none") and len(arms) > 3 else {}
+            ax.plot(steps, returns.mean(0), color=f"C{i}", label=arm, lw=1.3, **style)
+            if len(seeds) > 2 and len(arms) <= 3:
+                half = metrics.t_quantile(len(seeds) - 1) * returns.std(0, ddof=1) / len(seeds) ** 0.5
+                ax.fill_between(steps, returns.mean(0) - half, returns.mean(0) + half, color=f"C{i}", alpha=0.15, lw=0)
+        ax.set(title=name, xlabel="thousand steps", ylabel="return of training episodes")
+        ax.legend(frameon=False, fontsize=6)
+        ax.spines[["top", "right"]].set_visible(False)
+    fig.tight_layout()
+    save_small(fig, results / suite.name / f"{suite.name}.png")
+    plt.close(fig)
+
+
+SOURCES = "\n".join(
+    f"- {name}: {s.steps:,} steps, published rate {s.learning_rate:g}; {s.source}." for name, s in SETTINGS.items()
+)
+SHARED = {"read": load, "picture": draw, "caption": "Return of training episodes, mean over seeds; bands: 95% interval (t)."}
+SUITES = [
+    Suite(
+        "tuning",
+        "Learning rates on equal footing: tuning",
+        "Which learning rate is best for plain PPO, and which for influence-based filtering, at settings published for plain"
+        f" PPO? Seeds 1 to 3; the rule is in benchmarks/reproduce/tuned.py.\n\n{SOURCES}",
+        tuning_entries(),
+        tuning_tables,
+        **SHARED,
+    ),
+    Suite(
+        "tuned",
+        "Learning rates on equal footing: test",
+        "Does filtering help where PPO is well set and each arm has its own learning rate? Settings, rates and the rule of choice"
+        " were fixed before the first of these runs (see [tuning](../tuning/README.md)); seeds 101 to 110.",
+        test_entries(),
+        tuned_tables,
+        **SHARED,
+    ),
+]
+
+
+if __name__ == "__main__":
+    table_of = choose(load(SUITES[0], RESULTS))
+    write_csv(CHOSEN, ["environment", "none", "influence", "percent"], table_of)
+    for line in table_of:
+        print(*line)
