@@ -2,5 +2,6 @@
 
 scoring.py             time, memory and error of the scores of one round
 throughput.py          whole rounds of the training scripts, against plain_ppo.py, a loop in the shape of CleanRL's
+cleanrl.py             CleanRL's own scripts, run under today's Gymnasium, for throughput.py
 rlhf_memory.py         the memory of ppo_iif_rlhf.py, predicted and measured
 """

@@ -171,8 +171,8 @@ def train(envs, agent_class, args, writer):
             rewards[step] = torch.tensor(reward).to(device).view(-1)
             next_obs, next_done = torch.Tensor(next_obs).to(device), torch.Tensor(next_done).to(device)
             if "final_info" in infos:
-                episode = infos["final_info"]["episode"]
-                for i in np.flatnonzero(infos["_final_info"]):
+                episode = infos["final_info"].get("ppo_iif_episode")  # none where only a life is lost
+                for i in np.flatnonzero(infos["_final_info"]) if episode else ():
                     print(f"global_step={global_step}, episodic_return={episode['r'][i]}")
                     writer.add_scalar("charts/episodic_return", episode["r"][i], global_step)
                     writer.add_scalar("charts/episodic_length", episode["l"][i], global_step)

@@ -4,7 +4,9 @@ Each row of WORKLOADS is run as a plain CleanRL-shaped loop (benchmarks/cost/pla
 with `--filter influence`: the same environment, hyper-parameters, logging and one torch thread, each in a process of its own,
 in turn, `--repeats` times. Seconds are those of whole rounds, evaluation off, the first WARMUP of each process left out
 (imports). Ratios are taken within a repeat, so that a machine whose speed drifts does not favour anyone; their median is
-reported. Scoring is given as a share of the `none` arm's update, and the peak memory (RSS) of each process as a ratio to the
+reported. With `--cleanrl PATH`, a checkout of CleanRL, each workload is run by its own script as well (benchmarks/cost/cleanrl.py),
+with the same rounds, minibatches and epochs; with `--before FOLDER` by earlier versions of our scripts; with `--compiled` by IIF
+with `--compile`, whose first rounds, which compile, are left out. Scoring is given as a share of the `none` arm's update, and the peak memory (RSS) of each process as a ratio to the
 `none` arm's.
 """
 
@@ -33,6 +35,7 @@ WORKLOADS = {  # name: script, its arguments, rounds
     "MiniGrid": ("ppo_iif_minigrid", "", 8),
     "Atari": ("ppo_iif_atari", "", 5),
 }
+CLEANRL = {"ppo_iif": "ppo", "ppo_iif_continuous": "ppo_continuous_action", "ppo_iif_atari": "ppo_atari"}
 COLUMNS = "workload arm repeat seconds_per_round steps_per_second rollout scoring update peak_rss_mb".split()
 
 
@@ -42,22 +45,45 @@ class Args:
     """workloads to run (default: all)"""
     repeats: int = 3
     """how often each workload is run"""
+    cleanrl: Path | None = None
+    """a checkout of https://github.com/vwxyzjn/cleanrl, whose own scripts are run as well"""
+    before: Path | None = None
+    """a folder with earlier versions of the scripts and of iif_core.py, which are run as well"""
+    compiled: bool = False
+    """run IIF with --compile as well"""
     output: Path = RESULTS
     """the CSV to write, one row per process"""
     table: bool = False
     """print the table of an existing CSV, and run nothing"""
 
 
-def run_once(arm, script, arguments, rounds):
-    """One process. Returns its row: median seconds of a round and of its stages, peak RSS in MB."""
+def command_of(arm, script, arguments, rounds, args):
+    """The command line of one process, without the interpreter, and the records of a round; None if the arm has no such script."""
     sys.path.insert(0, str(ROOT))
-    batch_size = __import__(script).Args().batch_size
-    arguments = [*arguments.split(), "--total-timesteps", str(rounds * batch_size), "--torch-threads", "1"]
+    defaults = __import__(script).Args()
+    total = ["--total-timesteps", str(rounds * defaults.batch_size)]
+    if arm == "cleanrl":
+        names = "num_envs num_steps num_minibatches update_epochs".split()
+        same = [word for name in names for word in ("--" + name.replace("_", "-"), str(getattr(defaults, name)))]
+        env_id = arguments.split()[1] if arguments else {"ppo_iif_atari": "PongNoFrameskip-v4"}.get(script, defaults.env_id)
+        head = ["-m", "benchmarks.cost.cleanrl", str(args.cleanrl.resolve()), CLEANRL.get(script)]
+        return [*head, "--env-id", env_id, *same, *total] if script in CLEANRL else None
+    arguments = [*arguments.split(), *total, "--torch-threads", "1"]
+    if arm == "plain":
+        return ["-m", "benchmarks.cost.plain_ppo", "runs", script, *arguments]
+    if arm == "compiled":
+        return [str(ROOT / f"{script}.py"), *arguments, "--filter", "influence", "--compile"]
+    place = args.before.resolve() if arm.startswith("before") else ROOT
+    return [str(place / f"{script}.py"), *arguments, "--filter", arm.removeprefix("before ")]
+
+
+def run_once(arm, script, arguments, rounds, args):
+    """One process. Returns its row: median seconds of a round and of its stages, peak RSS in MB; None where there is no such arm."""
+    command, batch_size = command_of(arm, script, arguments, rounds, args), __import__(script).Args().batch_size
+    if command is None:
+        return None
+    command = [sys.executable, *command]
     with tempfile.TemporaryDirectory() as folder:
-        if arm == "plain":
-            command = [sys.executable, "-m", "benchmarks.cost.plain_ppo", "runs", script, *arguments]
-        else:
-            command = [sys.executable, str(ROOT / f"{script}.py"), *arguments, "--filter", arm]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with open(Path(folder) / "log", "w") as log:
             process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
@@ -71,9 +97,9 @@ def run_once(arm, script, arguments, rounds):
         else:
             (run,) = Path(folder).glob("runs/*")
             events = EventAccumulator(str(run)).Reload()
-            clock = [event.wall_time for event in events.Scalars("charts/round")]
+            clock = [event.wall_time for event in events.Scalars("losses/explained_variance")]
             seconds = [None, *(b - a for a, b in zip(clock, clock[1:]))]
-            for stage in ("rollout", "scoring", "update"):
+            for stage in ("rollout", "scoring", "update") if arm != "cleanrl" else ():
                 row[stage] = median(event.value for event in events.Scalars(f"time/{stage}")[WARMUP:])
     row["seconds_per_round"] = median(seconds[WARMUP:])
     row["steps_per_second"] = batch_size / row["seconds_per_round"]
@@ -103,6 +129,22 @@ def table(path=RESULTS):
     return files.table(header.split("|"), lines)
 
 
+def compared(path=RESULTS):
+    """Speed as multiples of CleanRL's own scripts, and of our earlier ones, as Markdown, from the CSV alone."""
+    rows = {}
+    for row in files.read_csv(path):
+        rows.setdefault(row["workload"], {}).setdefault(row["arm"], []).append(float(row["steps_per_second"]))
+
+    def cell(arms, a, b):
+        return f"{median(x / y for x, y in zip(arms[a], arms[b])):.2f}" if a in arms and b in arms else ""
+
+    pairs = [(arm, "cleanrl") for arm in ("plain", "none", "influence", "compiled")]
+    pairs += [("none", "before none"), ("influence", "before influence"), ("compiled", "influence")]
+    lines = [[name, *(cell(arms, *pair) for pair in pairs)] for name, arms in rows.items() if len(arms) > 3]
+    header = "workload|plain / CleanRL|`none` / CleanRL|IIF / CleanRL|compiled IIF / CleanRL|`none` / before|IIF / before|compiled / IIF"
+    return files.table(header.split("|"), lines)
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args)
     unknown = set(args.only) - set(WORKLOADS)
@@ -112,13 +154,18 @@ if __name__ == "__main__":
         kept = []  # workloads that this call does not run keep the rows they have
         if args.only:
             kept = [row for row in files.read_csv(args.output) if row["workload"] not in args.only]
+        arms = ["plain", "none", "influence"] + ["compiled"] * args.compiled + ["cleanrl"] * (args.cleanrl is not None)
+        arms += ["before none", "before influence"] if args.before else []
         rows = []
         for workload in args.only or WORKLOADS:
             for repeat in range(args.repeats):
-                for arm in ("plain", "none", "influence"):
-                    row = {"workload": workload, "arm": arm, "repeat": repeat, **run_once(arm, *WORKLOADS[workload])}
+                for arm in arms:
+                    measured = run_once(arm, *WORKLOADS[workload], args)
+                    if measured is None:
+                        continue
+                    row = {"workload": workload, "arm": arm, "repeat": repeat, **measured}
                     rows.append({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
                     print({k: rows[-1][k] for k in ("workload", "arm", "repeat", "steps_per_second")}, flush=True)
         rows = sorted(kept + rows, key=lambda row: list(WORKLOADS).index(row["workload"]))
         files.write_csv(args.output, COLUMNS, [[row.get(column) for column in COLUMNS] for row in rows])
-    print(table(args.output))
+    print(table(args.output), compared(args.output), sep="\n\n")
