@@ -279,7 +279,7 @@ def key(command):
 def to_do(queue, results):
     """The runs of the queue that are not finished; those that another suite has finished are taken over from it."""
     finished = {}  # key: where it is
-    for path in sorted(results.glob("*/runs.csv")):
+    for path in (results / suite / "runs.csv" for suite in sorted(SUITES)):
         for record in read_csv(path):
             data = path.parent / f"{record['run']}.csv"
             if data.exists():
