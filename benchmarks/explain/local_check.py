@@ -196,7 +196,7 @@ def main(args):
         scatter = scatter or (lr, predicted, measured)
         print("one step, lr {:.1e}: slope {:.4f}, correlation {:.4f}".format(*rows[-1][1:2], *rows[-1][3:5]), flush=True)
     # the order of the round's update, all records in it
-    generator = torch.Generator().set_state(snapshot.data["rng"]["shuffle"])
+    _, generator, _ = snapshot.script.random_streams(snapshot.args.seed, args.round)
     epochs = range(snapshot.args.update_epochs)
     steps = [inds for _ in epochs for inds in snapshot.script.minibatches(torch.arange(local.n), snapshot.args, generator)]
     marks = sorted({min(2**e, len(steps)) for e in range(len(steps).bit_length() + 1)})

@@ -61,7 +61,6 @@ def simulator_state(env):
 
 def simulated_returns(envs, act, obs, gamma, first_action=None):
     """Discounted returns [len(envs)] of an episode in each of the environments, which are all in one state, seen as `obs`."""
-    first = getattr(envs[0].action_space, "start", 0)
     returns, seen, discount = np.zeros(len(envs)), [obs] * len(envs), 1.0
     playing = list(range(len(envs)))
     while playing:
@@ -69,7 +68,7 @@ def simulated_returns(envs, act, obs, gamma, first_action=None):
         if first_action is not None:
             actions, first_action = [first_action] * len(playing), None
         for i, action in list(zip(playing, actions)):
-            seen[i], reward, terminated, truncated, _ = envs[i].step(action + first)
+            seen[i], reward, terminated, truncated, _ = envs[i].step(action)
             seen[i] = seen[i].astype(obs.dtype)
             returns[i] += discount * reward
             if terminated or truncated:

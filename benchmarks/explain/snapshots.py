@@ -49,7 +49,8 @@ class Snapshot:
         else:
             optimizer = torch.optim.Adam(agent.parameters(), lr=lr, eps=1e-5, fused=True)
         optimizer.load_state_dict(copy.deepcopy(self.data["optimizer"]))  # or its steps would change the snapshot's
-        return agent, optimizer, torch.Generator().set_state(self.data["rng"]["shuffle"])
+        _, shuffles, _ = self.script.random_streams(self.args.seed, self.round)
+        return agent, optimizer, shuffles
 
     def eval_envs(self, num_episodes):
         """The environments for the script's evaluate of so many episodes, with the statistics of this round."""
@@ -92,7 +93,7 @@ class Snapshot:
         if normalised or getattr(args, "norm_reward", False):  # as they are: the statistics at the reset are not known
             args.norm_obs = args.norm_reward = False
         envs = self.script.make_envs(args, None)
-        num_envs, first = envs.num_envs, getattr(envs.single_action_space, "start", 0)
+        num_envs = envs.num_envs
         actions = self.data["played"].unflatten(0, (-1, num_envs)).numpy()
         recorded = self.batch["obs"].unflatten(0, (-1, num_envs)).numpy()
         rewards = self.batch.get("raw_rewards", self.batch["rewards"]).unflatten(0, (-1, num_envs)).numpy()
@@ -101,7 +102,7 @@ class Snapshot:
             same = t < 0 or normalised or np.array_equal(obs.astype(recorded.dtype), recorded[t])
             if t >= 0 and same:
                 yield envs
-            obs, reward, *_ = envs.step(action + first)
+            obs, reward, *_ = envs.step(action)
             if not same or t >= 0 and not np.array_equal(reward.astype(rewards.dtype), rewards[t]):
                 sys.exit(
                     f"{self.path}: played again, step {t} shows another observation or reward than its record; --env-id"
@@ -151,16 +152,9 @@ def load(run, k, any_version=False):
     chosen(run, [k])
     path = Path(run) / "snapshots" / f"round_{k:06d}.pt"
     data = read(path)
-    wanted = {"script", "args", "agent", "optimizer", "rng", "batch", "selection", "env_seed", "played", "packages"}
+    wanted = {"script", "args", "agent", "optimizer", "batch", "selection", "env_seed", "played", "packages"}
     if not isinstance(data, dict) or not wanted <= data.keys() or data["script"] not in SCRIPTS:
         sys.exit(f"{path} is no snapshot of a round")
-    for name, version in data["packages"].items():
-        try:
-            installed = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            sys.exit(f"{path}: the environment's package is missing: pip install {name}=={version}")
-        if installed != version and not any_version:
-            sys.exit(f"{path} was saved with {name} {version}, here is {installed}: install that, or give --any-version")
     try:
         script = importlib.import_module(data["script"].removesuffix(".py"))
         args = script.Args(**data["args"])
@@ -171,6 +165,10 @@ def load(run, k, any_version=False):
     torch.set_num_threads(args.torch_threads)
     script.check_env(args)
     envs = script.make_envs(args, None)
+    for name in packages_of(envs):
+        installed, saved = importlib.metadata.version(name), data["packages"].get(name)
+        if installed != saved and not any_version:
+            sys.exit(f"{path} was saved with {name} {saved}, here is {installed}: install that, or give --any-version")
     snapshot = Snapshot(path, k, script, args, data, data.pop("batch"), data.pop("selection"), envs)
     if "statistics" in data:
         script.set_statistics(envs, args, data["statistics"])
@@ -179,9 +177,17 @@ def load(run, k, any_version=False):
     except RuntimeError:
         sys.exit(f"{path} holds another network than {data['script']} has for --env-id {args.env_id}")
     if "scores" not in snapshot.batch:  # --filter none
-        generator = torch.Generator().set_state(data["rng"]["filter"])
-        snapshot.batch["scores"] = script.score(agent, snapshot.batch, args, generator)
+        _, _, filters = script.random_streams(args.seed, k)
+        snapshot.batch["scores"] = script.score(agent, snapshot.batch, args, filters)
     return snapshot
+
+
+def packages_of(envs):
+    """The installed packages that decide how the environments behave: their own, Gymnasium, the physics."""
+    own = type(envs.envs[0].unwrapped).__module__.partition(".")[0]
+    loaded = {own, "gymnasium", "Box2D", "mujoco", "ale_py"} & set(sys.modules)
+    distributions = importlib.metadata.packages_distributions()
+    return sorted({name for module in loaded for name in distributions.get(module, ())})
 
 
 def final_agent(run, snapshot):

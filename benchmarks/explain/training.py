@@ -61,7 +61,9 @@ def draw(path, title, rows, bins):
     rows = [{name: float(x) if x != "" else np.nan for name, x in row.items()} for row in rows]
     column = {name: np.array([row[name] for row in rows]) for name in COLUMNS}
     k, size = column["round"], column["global_step"][0]
-    figure, axes = plt.subplots(4, 1, figsize=(7, 7.2), dpi=90, sharex=True, layout="constrained", height_ratios=[2, 1.2, 1, 1])
+    figure, axes = plt.subplots(
+        4, 1, figsize=(7, 7.2), dpi=90, sharex=True, layout="constrained", height_ratios=[2, 1.2, 1, 1]
+    )
 
     bins = np.array([[float(x) for x in row.values()] for row in bins])
     weights, middles = bins[:, 3], (bins[:, 1] + bins[:, 2]) / 2

@@ -23,7 +23,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch.utils.tensorboard import SummaryWriter
 
-from ppo_iif import derive_seed, new_run_name
+from ppo_iif import derive_seed
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Log(BaseCallback):
 if __name__ == "__main__":
     args = tyro.cli(Args)
     torch.set_num_threads(1)
-    writer = SummaryWriter(f"runs/{new_run_name(args)}")
+    writer = SummaryWriter(f"runs/{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns()}")
 
     gym.register_envs(minigrid)
     on_minigrid = args.env_id.startswith("MiniGrid-")
