@@ -519,7 +519,11 @@ def test_blocks_go_between_their_markers():
 
 @pytest.mark.parametrize("page", report.PAGES)
 def test_pages_show_the_committed_results(page):
-    assert report.filled(page) == report.path_of(page).read_text()
+    path = report.path_of(page)
+    if page in SUITES and not SUITES[page].load():
+        assert not path.exists() or report.filled(page) == path.read_text()
+    else:
+        assert report.filled(page) == path.read_text()
 
 
 def test_no_circle_of_imports():
