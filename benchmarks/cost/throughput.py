@@ -117,6 +117,8 @@ def table(path=RESULTS):
 
     lines = []
     for workload, arms in rows.items():
+        if not {"plain", "none", "influence"} <= arms.keys():  # of a run that was ended
+            continue
         plain, none, iif = arms["plain"], arms["none"], arms["influence"]
         speed = [f"{median(float(r['steps_per_second']) for r in arm):.0f}" for arm in (plain, none, iif)]
         split = " / ".join(f"{1e3 * median(float(r[k]) for r in iif):.0f}" for k in ("rollout", "scoring", "update"))
@@ -140,7 +142,7 @@ def compared(path=RESULTS):
 
     pairs = [(arm, "cleanrl") for arm in ("plain", "none", "influence", "compiled")]
     pairs += [("none", "before none"), ("influence", "before influence"), ("compiled", "influence")]
-    lines = [[name, *(cell(arms, *pair) for pair in pairs)] for name, arms in rows.items() if len(arms) > 3]
+    lines = [[name, *(cell(arms, *pair) for pair in pairs)] for name, arms in rows.items()]
     header = "workload|plain / CleanRL|`none` / CleanRL|IIF / CleanRL|compiled IIF / CleanRL|`none` / before|IIF / before|compiled / IIF"
     return files.table(header.split("|"), lines)
 
@@ -166,6 +168,6 @@ if __name__ == "__main__":
                     row = {"workload": workload, "arm": arm, "repeat": repeat, **measured}
                     rows.append({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
                     print({k: rows[-1][k] for k in ("workload", "arm", "repeat", "steps_per_second")}, flush=True)
-        rows = sorted(kept + rows, key=lambda row: list(WORKLOADS).index(row["workload"]))
-        files.write_csv(args.output, COLUMNS, [[row.get(column) for column in COLUMNS] for row in rows])
+                    done = sorted(kept + rows, key=lambda row: list(WORKLOADS).index(row["workload"]))
+                    files.write_csv(args.output, COLUMNS, [[row.get(column) for column in COLUMNS] for row in done])
     print(table(args.output), compared(args.output), sep="\n\n")
