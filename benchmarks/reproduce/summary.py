@@ -264,7 +264,8 @@ def suites(results):
         cells = [f"0 of {len(runs)}", "", "", ""]
         if found:
             cells = [f"{found['finished']} of {len(runs)}", f"{found['hours']:.1f}", found["date"], found["commit"]]
-        rows.append([link(suite.name, suite.title), f"`python -m benchmarks.run {suite.name}`", *cells])
+        title = link(suite.name, suite.title) if found else suite.title
+        rows.append([title, f"`python -m benchmarks.run {suite.name}`", *cells])
     return table(["suite", "command", "runs", "CPU hours", "date", "commit"], rows, left=2)
 
 
