@@ -152,6 +152,7 @@ def test_mc_advantages_by_hand():
 def test_advantages_from_the_simulator(lake):
     """Against the exact ones of the policy, from the transitions of FrozenLake."""
     snapshot = snapshots.load(lake, 3)
+    snapshot.args.gamma = 0.5  # so that actions differ: who can wait gets to the goal anyway
     transitions, gamma = snapshot.envs.envs[0].unwrapped.P, snapshot.args.gamma
     with torch.no_grad():
         policy = torch.softmax(snapshot.agent().actor(torch.eye(16)), -1).double().numpy()
@@ -166,7 +167,7 @@ def test_advantages_from_the_simulator(lake):
     estimates = records.replayed_advantages(snapshot, 1500, asked)
     assert sorted(estimates) == sorted(asked) and {int(state[r]) for r in asked} == {0, 14}
     for r in asked:
-        assert estimates[r] == pytest.approx(q[state[r], action[r]] - v[state[r]], abs=0.05)
+        assert estimates[r] == pytest.approx(q[state[r], action[r]] - v[state[r]], abs=0.03)
     assert max(abs(x) for x in estimates.values()) > 0.2
 
 
