@@ -329,8 +329,8 @@ def minibatches(selection, args, generator):
     return [mb_inds for mb_inds in inds.split(args.minibatch_size) if len(mb_inds) == args.minibatch_size]
 
 
-def loss_gradients(agent, args, mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_returns, mb_values):
-    """Gradients of PPO's loss of one minibatch, clipped, in the order of the parameters; and what is logged of it."""
+def loss_gradients(agent, params, args, mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_returns, mb_values):
+    """Gradients of PPO's loss of one minibatch, clipped, in the order of the agent's `params`; and what is logged of it."""
     newlogprob, entropy, newvalue = agent.get_logprob_entropy_value(mb_obs, mb_actions)
     logratio = newlogprob - mb_logprobs
     ratio = logratio.exp()
@@ -347,7 +347,7 @@ def loss_gradients(agent, args, mb_obs, mb_actions, mb_logprobs, mb_advantages, 
     loss = pg_loss + args.vf_coef * v_loss
     if args.ent_coef:
         loss = loss - args.ent_coef * entropy.mean()
-    gradients = torch.autograd.grad(loss, list(agent.parameters()))
+    gradients = torch.autograd.grad(loss, params)
     if args.max_grad_norm:
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
         scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
@@ -373,16 +373,16 @@ def update(agent, optimizer, batch, selection, args, generator):
     if not len(selection):
         return {}, 0
     columns, ratios = ("obs", "actions", "logprobs", "advantages", "returns", "values"), []
-    step, parameters = compiled_gradients() if args.compile else loss_gradients, list(agent.parameters())
+    step, params = compiled_gradients() if args.compile else loss_gradients, list(agent.parameters())
     for epoch in range(args.update_epochs):
         mbs = minibatches(selection, args, generator)
         inds, sizes = torch.cat(mbs), [len(mb_inds) for mb_inds in mbs]
         for minibatch in zip(*(batch[column][inds].split(sizes) for column in columns)):
             if args.compile and inds.is_cuda:
                 torch.compiler.cudagraph_mark_step_begin()  # the step before may be overwritten
-            gradients, ratio, logratio, entropy, pg_loss, v_loss = step(agent, args, *minibatch)
-            ratios.append(ratio.clone())
-            for p, gradient in zip(parameters, gradients):  # a fused optimizer takes them in the order in memory
+            gradients, ratio, logratio, entropy, pg_loss, v_loss = step(agent, params, args, *minibatch)
+            ratios.append(ratio.clone() if args.compile else ratio)
+            for p, gradient in zip(params, gradients):  # a fused optimizer takes them in the order in memory
                 p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
             optimizer.step()
         approx_kl = ((ratio - 1) - logratio).mean().item()
