@@ -382,8 +382,8 @@ def update(agent, optimizer, batch, selection, args, generator):
                 torch.compiler.cudagraph_mark_step_begin()  # the step before may be overwritten
             gradients, ratio, logratio, entropy, pg_loss, v_loss = step(agent, args, *minibatch)
             ratios.append(ratio.clone())
-            for p, gradient in zip(parameters, gradients):
-                p.grad = gradient
+            for p, gradient in zip(parameters, gradients):  # a fused optimizer takes them in the order in memory
+                p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
             optimizer.step()
         approx_kl = ((ratio - 1) - logratio).mean().item()
         if args.target_kl is not None and approx_kl > args.target_kl:
