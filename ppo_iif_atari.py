@@ -62,8 +62,8 @@ class Args:
     """CPU threads of torch; more are faster only where no other process wants the cores, and several times slower where one
     does"""
     compile: bool = False
-    """compile the minibatch step: the same curve but for rounding; pays in long runs, as compiling takes half a minute (a few
-    seconds from torch's cache). On a GPU it uses CUDA graphs, which is untested"""
+    """compile the minibatch step: the same curve but for rounding; pays in long runs, as compiling takes half a minute or
+    more. On a GPU it uses CUDA graphs, which is untested"""
     vectorization: Literal["sync", "async"] = "sync"
     """async gives every environment a process of its own, for slow ones on many cores; the numbers stay the same, unless an
     environment draws its own from the global generators"""
