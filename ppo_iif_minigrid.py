@@ -63,8 +63,8 @@ class Args:
     torch_threads: int = 1
     """CPU threads of torch; small networks are several times slower with more than one"""
     compile: bool = False
-    """compile the minibatch step: the same curve but for rounding; pays in long runs, as compiling takes half a minute (a few
-    seconds from torch's cache). On a GPU it uses CUDA graphs, which is untested"""
+    """compile the minibatch step: the same curve but for rounding; pays in long runs, as compiling takes half a minute or
+    more. On a GPU it uses CUDA graphs, which is untested"""
     vectorization: Literal["sync", "async"] = "sync"
     """async gives every environment a process of its own, for slow ones on many cores; the numbers stay the same, unless an
     environment draws its own from the global generators"""
@@ -382,8 +382,8 @@ def update(agent, optimizer, batch, selection, args, generator):
                 torch.compiler.cudagraph_mark_step_begin()  # the step before may be overwritten
             gradients, ratio, logratio, entropy, pg_loss, v_loss = step(agent, args, *minibatch)
             ratios.append(ratio.clone())
-            for p, gradient in zip(parameters, gradients):
-                p.grad = gradient
+            for p, gradient in zip(parameters, gradients):  # a fused optimizer takes them in the order in memory
+                p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
             optimizer.step()
         approx_kl = ((ratio - 1) - logratio).mean().item()
         if args.target_kl is not None and approx_kl > args.target_kl:

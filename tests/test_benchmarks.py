@@ -185,6 +185,9 @@ def test_suites_are_what_they_say():
         for r in queue:
             given = options(r.arguments)
             assert (ROOT / f"{r.script}.py").exists() and given["--seed"] == str(r.seed)
+            if suite in ("tuning", "tuned"):
+                assert int(given["--total-timesteps"]) == int(given["--num-envs"]) * int(given["--num-steps"]) * r.rounds
+                continue
             if suite in ("rlhf", "rlhf_kl"):
                 assert int(given["--total-timesteps"]) == int(given["--batch-size"]) * r.rounds
                 continue

@@ -1134,7 +1134,7 @@ def test_update_is_textbook_ppo(script, flags):
     batch["values"] = batch["values"] + noise[1]
     batch["advantages"] = 2 * noise[2] + 1
     kept = torch.arange(0, s.args.batch_size, 2)
-    sgd = torch.optim.SGD(s.agent.parameters(), lr=0.002)
+    sgd = torch.optim.SGD(s.agent.parameters(), lr=0.002, fused=True)  # as the scripts have it
 
     start = {name: x.clone() for name, x in s.agent.state_dict().items()}
     losses, steps = s.stages.update(s.agent, sgd, batch, kept, s.args, generator(7))

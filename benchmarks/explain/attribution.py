@@ -78,7 +78,7 @@ def another_round(snapshot, agent, number):
     seed = script.derive_seed(args.seed, 7, snapshot.round, number + 1)
     envs = script.make_envs(args, None)
     if hasattr(script, "freeze_statistics"):
-        script.freeze_statistics(envs.envs, snapshot.envs.envs)
+        script.freeze_statistics(envs.envs, snapshot.envs, args)
     obs, _ = envs.reset(seed=seed % 2**31)
     batch, *_ = script.rollout(agent, envs, obs, args.num_steps, np.random.default_rng(seed))
     envs.close()

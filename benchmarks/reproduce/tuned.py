@@ -33,7 +33,7 @@ COLUMNS = (("kl", "losses/approx_kl"), ("agreement", "influence/agreement"), ("n
 CHOSEN = RESULTS / "tuned" / "chosen.csv"
 ZOO, CLEANRL = "rl-zoo3, hyperparams/ppo.yml", "CleanRL, ppo_continuous_action.py"
 ADAM = "--optimizer adam --no-cuda --max-grad-norm 0.5"
-MUJOCO = f"{ADAM} --norm-obs --norm-reward --anneal-lr --clip-vloss --vf-coef 0.25"
+MUJOCO = f"{ADAM} --num-envs 1 --num-steps 2048 --norm-obs --norm-reward --anneal-lr --clip-vloss --vf-coef 0.25"
 
 
 @dataclass(frozen=True)
