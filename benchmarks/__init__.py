@@ -6,6 +6,7 @@
     variants/      what only suites run: other filters, environments, implementations of PPO
     cost/          what scores and whole rounds cost
     explain/       what one saved round taught the agent
+    plugin.py      python -m benchmarks.plugin PATH       the lines for CleanRL's own scripts, tried on a checkout of them
     files.py       CSVs, Markdown tables, pictures: what the rooms share
 
 Begin with README.md, which says what was found.
