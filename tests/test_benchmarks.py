@@ -21,7 +21,7 @@ import tyro
 
 import ppo_iif
 from benchmarks import files, report, run
-from benchmarks.reproduce import fixed_reference, metrics, summary
+from benchmarks.reproduce import fixed_reference, metrics, rlhf_kl, summary
 from benchmarks.reproduce.entries import options
 from benchmarks.reproduce.suites import SUITES
 from benchmarks.variants import filters
@@ -492,6 +492,10 @@ def test_report_of_language_models_at_equal_kl_by_hand(tmp_path):
         "0.04|1|9.0|0.500|0.600|||25".split("|"),
     ]
     assert cells(page, "none")[0] == "0.02|1|4.0|0.400|0.500|||25".split("|")
+    state = rlhf_kl.state(tmp_path)
+    assert state.startswith("**4 of 96 runs are in** (none: 2 of 12; f_seq: 2 of 12).") and cells(state, "f_seq") == cells(
+        page, "f_seq"
+    )
     report.draw("rlhf_kl", tmp_path)
     assert (tmp_path / "rlhf_kl" / "rlhf_kl.png").stat().st_size > 2000
 

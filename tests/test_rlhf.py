@@ -731,6 +731,18 @@ def test_a_hub_that_is_not_there_is_asked_once(folder, tmp_path, monkeypatch):
     assert message.startswith("--model-name nobody/nothing cannot be loaded: ") and "\n" not in message
 
 
+def test_accelerates_launcher_for_the_cpu_is_refused(folder, tmp_path, monkeypatch):
+    """It starts one process, whatever it is told: what it tells its child is made by its own code."""
+    launch = pytest.importorskip("accelerate.commands.launch")
+    command = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"  # the last three by default
+    given = launch.launch_command_parser().parse_args([*command.split(), str(SCRIPT)])
+    _, environment = launch.prepare_simple_launcher_cmd_env(given)
+    for name in environment.keys() - os.environ.keys():
+        monkeypatch.setenv(name, environment[name])
+    message, _, done = run(flags_of(folder), tmp_path)
+    assert "use torchrun --nproc-per-node N" in message and "\n" not in message and done is None
+
+
 def test_a_reward_that_is_not_finite_is_named_and_nothing_is_lost(folder, tmp_path):
     shutil.copytree(folder / "classifier", tmp_path / "classifier")
     model = transformers.GPT2ForSequenceClassification.from_pretrained(tmp_path / "classifier")
