@@ -49,6 +49,7 @@ ROOT = Path(__file__).resolve().parent
 TINY, REVIEWS = ROOT / "models" / "tiny", ROOT / "models" / "reviews.jsonl"  # the defaults, which BUILDER makes
 BUILDER = "benchmarks.reproduce.rlhf_tiny"
 INSTALL = "pip install -r requirements-rlhf.txt"
+READ = ("query", "query_mask", "response", "mask")  # what an agent reads of a round
 PATHS = "model_name reward_model_name dataset_name eval_model_name eval_dataset_name"  # arguments that may be paths
 
 
@@ -61,25 +62,18 @@ class Args:
     track: bool = False  # if toggled, this experiment will be tracked with Weights and Biases
     wandb_project_name: str = "ppo-iif"  # the wandb's project name
     wandb_entity: str | None = None  # the entity (team) of wandb's project
-    save_model: bool = False
-    """whether to save the agent at the end into `runs/{run_name}/{exp_name}.cleanrl_model`, and the language model (with LoRA:
-    its adapter) in the format of Hugging Face into `runs/{run_name}/model`"""
+    save_model: bool = False  # save the agent and the language model (LoRA: its adapter) at the end, in `runs/{run_name}`
     save_every: int = 0  # save `runs/{run_name}/checkpoint.pt` every so many rounds (0: never)
     resume: str | None = None  # path of a checkpoint to go on from, with its arguments
 
     # Models and data
     model_name: str = "tiny"  # the causal language model: a hub id, a local folder, or tiny, which is built on the first start
-    reward_model_name: str = "lexicon"
-    """the reward of a response's text: a sequence classifier (hub id or local folder; tiny, built like the model), or lexicon,
-    VADER's sentiment in [-1, 1]"""
-    reward: str | None = None
-    """`module:function` in place of reward_model_name: gets two lists of texts, prompts and responses, returns a reward for each"""
+    reward_model_name: str = "lexicon"  # a classifier (hub id, folder, tiny), or lexicon: VADER's sentiment in [-1, 1]
+    reward: str | None = None  # `module:function` instead: a reward for each, of two lists of texts, prompts and responses
     reward_of: Literal["response", "both"] = "response"  # both: reward_model_name (and eval_model_name) reads the prompt, too
     missing_eos_penalty: float = 0.0  # taken off the reward of a response that max_response_tokens cuts before its end of text
     reward_index: int = 0  # which of the classifier's logits is the reward
-    dataset_name: str = "reviews"
-    """where prompts come from: reviews (of films), a text file with one a line, a .jsonl file, or a hub id (needs `datasets`).
-    The last fifth is held out for --validation-prompts and --eval-prompts"""
+    dataset_name: str = "reviews"  # prompts: reviews (of films), a .txt or .jsonl file, a hub id; the last fifth is held out
     dataset_text: str = "text"  # the field of a row that is its text; `prompt.text+continuation.text` joins two nested ones
     dataset_above: str | None = None  # take only rows with a field above a number, e.g. `prompt.toxicity:0.3`
     min_prompt_tokens: int = 4  # a prompt is the beginning of a text, its length drawn between this and max_prompt_tokens
@@ -327,7 +321,7 @@ def generate(agent, query, query_mask, end, args, generator):
 def evaluate_tokens(agent, batch, args):
     """The agent's log-probs and values of a whole round, in chunks, [n, T] each."""
     with torch.no_grad():
-        chunks = zip(*(batch[name].split(args.score_chunk) for name in ("query", "query_mask", "response", "mask")))
+        chunks = zip(*(batch[name].split(args.score_chunk) for name in READ))
         logprobs, values = zip(*(agent(*chunk) for chunk in chunks))
     return torch.cat(logprobs), torch.cat(values)
 
@@ -384,7 +378,7 @@ def mean_over_tokens(x, mask):
 def record_losses(agent, batch, inds, args):
     """PPO's losses of the records `inds`, each the mean over its tokens: policy and value [len(inds)]; the ratios
     [len(inds), T] (one on padding). A minibatch's loss is the mean over its records."""
-    names = ("query", "query_mask", "response", "mask", "logprobs", "advantages", "returns", "values")
+    names = (*READ, "logprobs", "advantages", "returns", "values")
     query, query_mask, response, mask, logprobs, advantages, returns, values = (batch[name][inds] for name in names)
     newlogprob, newvalue = agent(query, query_mask, response, mask)
     ratio = ((newlogprob - logprobs) * mask).exp()
@@ -433,7 +427,7 @@ def score(agent, batch, args, validation=None):
 
     def target(inds):
         inds = validated[inds]
-        logprobs, _ = agent(*(valid[name][inds] for name in ("query", "query_mask", "response", "mask")))
+        logprobs, _ = agent(*(valid[name][inds] for name in READ))
         return (weights[inds] * logprobs).sum()
 
     def losses(inds):
@@ -834,16 +828,10 @@ def log_samples(writer, args, run, tokenizer, batch, selection, kl, most=8):
     order = batch.get("scores", batch["rewards"]).argsort(stable=True).tolist()
     chosen = order if n <= 2 * most else order[:most] + order[-most:][::-1]
     kept = set(range(n)) if selection.is_floating_point() else set(selection.tolist())
-    values = (
-        batch.get("scores", torch.full((n,), torch.nan)),
-        batch["rewards"],
-        (batch["logprobs"] - batch["ref_logprobs"]).sum(1),
-    )
-    numbers = zip(*(x[chosen].tolist() for x in values))
-    texts = (
-        decode(tokenizer, batch[name][chosen], batch[mask][chosen])
-        for name, mask in (("query", "query_mask"), ("response", "mask"))
-    )
+    scores = batch.get("scores", torch.full((n,), torch.nan))
+    numbers = zip(*(x[chosen].tolist() for x in (scores, batch["rewards"], kl)))
+    names = (("query", "query_mask"), ("response", "mask"))
+    texts = (decode(tokenizer, batch[name][chosen], batch[mask][chosen]) for name, mask in names)
     table = [(*row, i in kept, *pair) for row, i, *pair in zip(numbers, chosen, *texts)]
     if args.track:
         wandb.log({"samples": wandb.Table(columns=list(columns), data=table), "global_step": run.global_step})
