@@ -3,7 +3,6 @@
 import numpy as np
 
 from benchmarks.files import pyplot, save_small, table
-from benchmarks.reproduce import metrics
 from benchmarks.reproduce.entries import Entry, Suite
 from benchmarks.reproduce.pages import mean_and_error
 from benchmarks.reproduce.rlhf import COLUMNS, column, load
@@ -26,16 +25,21 @@ def tables(data):
     for arm, runs in data.items():
         target, horizon = parts(arm)
         kl, coefs = ([column(r, name) for r in runs.values()] for name, _ in PANELS)
-        # The controller clips at a fifth off the target, so within a fifth it steers in proportion.
-        near = [metrics.rounds_to(-np.abs(metrics.smooth(x) - target), -target / 5)[0] for x in kl]
-        near = ["never" if k >= len(x) else f"{k:.0f}" for k, x in zip(near, kl)]
+        last = [x[-10:] for x in kl]
+        near = [f"{np.sum(np.abs(x - target) <= target / 5)} of {len(x)}" for x in last]
         cells = [mean_and_error([x[-5:].mean() for x in kl]), ", ".join(near)]
         cells += [mean_and_error([x[i] for x in coefs], 4) for i in (0, -1)]
         cells.append(mean_and_error([column(r, "return")[-5:].mean() for r in runs.values()], 3))
         rows.append([f"{target:g}", f"{horizon:g}", len(runs), *cells])
-    columns = ["target", "horizon, prompts", "seeds", "KL, last five rounds", "first round within a fifth of the target"]
+    columns = [
+        "target",
+        "horizon, prompts",
+        "seeds",
+        "KL, last five rounds",
+        "of the last ten rounds within a fifth of the target",
+    ]
     columns += ["coefficient at first", "at last", "held-out reward, last five"]
-    return ["Mean ± SE over seeds. Within a fifth: the trailing mean of five rounds' KL.", table(columns, rows, left=0)]
+    return ["Mean ± SE over seeds.", table(columns, rows, left=0)]
 
 
 def draw(suite, results):
