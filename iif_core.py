@@ -523,6 +523,8 @@ def _precision(agent):
     for p in agent.parameters():
         if p.is_floating_point() or p.is_complex():
             precision = max(precision, torch.finfo(p.dtype).eps)
+            if torch.is_autocast_enabled(p.device.type):
+                precision = max(precision, torch.finfo(torch.get_autocast_dtype(p.device.type)).eps)
             if p.dtype == torch.float32 and (coarse or p.is_cuda and torch.backends.cudnn.allow_tf32):
                 precision = max(precision, 2.0**-8)
     return precision

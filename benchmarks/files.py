@@ -2,6 +2,7 @@
 
 import csv
 import os
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +31,32 @@ def table(header, rows, left=1):
     """Markdown; all columns but the first `left` are flushed right."""
     lines = [header, ["---" if i < left else "--:" for i in range(len(header))], *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def progress(items, unit):
+    """The items, on a terminal with a bar that shows the time left, where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, unit=unit, disable=None, leave=False)
+
+
+def say(text):
+    """Print a line above the bars."""
+    tqdm = sys.modules.get("tqdm")
+    tqdm.tqdm.write(text) if tqdm else print(text)
+    sys.stdout.flush()
+
+
+def ended(process):
+    """Wait for a process: its exit status, its CPU seconds, its peak memory in MB (RSS); nan where the system does not tell, as
+    Windows does not."""
+    if not hasattr(os, "wait4"):
+        return process.wait(), float("nan"), float("nan")
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
 
 
 def pyplot():

@@ -9,7 +9,6 @@ it.
 
 import contextlib
 import datetime
-import fcntl
 import hashlib
 import os
 import platform
@@ -30,7 +29,7 @@ from typing import Annotated, Literal
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from benchmarks.files import RESULTS, ROOT, read_csv, write_csv
+from benchmarks.files import RESULTS, ROOT, ended, read_csv, write_csv
 from benchmarks.reproduce.entries import options
 from benchmarks.reproduce.suites import SUITES
 
@@ -86,10 +85,9 @@ def call(command, cwd, log, on_line=lambda line: None):
         except BaseException:
             process.kill()
             raise
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        status, cpu_seconds, _ = ended(process)
         children.discard(process)
-    return process.returncode, usage.ru_utime + usage.ru_stime
+    return status, cpu_seconds
 
 
 def read_scalars(folder):
@@ -255,19 +253,13 @@ def columns_of(run):
 def save(results, run, rows, record, columns=None):
     """Write the results of a run; the record last, for it says that the run is finished."""
     write_csv(results / run.suite / f"{run.name}.csv", columns or columns_of(run), rows)
+    from filelock import FileLock
+
     path = results / run.suite / "runs.csv"
-    with locked(results / run.suite / "work"):
+    (results / run.suite / "work").mkdir(parents=True, exist_ok=True)
+    with FileLock(results / run.suite / "work" / "lock"):
         records = {r["run"]: r for r in read_csv(path)} | {run.name: record}
         write_csv(path, RECORD, [[records[name].get(column) for column in RECORD] for name in sorted(records)])
-
-
-@contextlib.contextmanager
-def locked(folder):
-    """Let one process at a time go on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def key(command):
@@ -303,9 +295,10 @@ def to_do(queue, results):
 
 def main(args):
     try:
+        import filelock  # noqa: F401
         from tqdm import tqdm
     except ImportError:
-        sys.exit("benchmarks.run needs tqdm: pip install -r requirements-benchmarks.txt")
+        sys.exit("benchmarks.run needs tqdm and filelock: pip install -r requirements-benchmarks.txt")
     for name, value in (("--seeds", args.seeds), ("--workers", args.workers), ("--rounds", args.rounds)):
         if value is not None and value < 1:
             sys.exit(f"{name} must be at least 1, got {value}")

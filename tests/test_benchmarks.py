@@ -168,7 +168,7 @@ def test_bad_arguments_get_one_line(flags, message):
     assert done.returncode == 1 and done.stderr.strip() == message
 
 
-@pytest.mark.parametrize("engine, missing", [("local", "tqdm"), ("ray", "ray")])
+@pytest.mark.parametrize("engine, missing", [("local", "tqdm"), ("local", "filelock"), ("ray", "ray")])
 def test_a_missing_extra_gets_one_line(tmp_path, monkeypatch, engine, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SystemExit, match="pip install -r requirements-benchmarks.txt"):

@@ -508,6 +508,19 @@ def test_agents_of_lower_precision(dtype, tolerance, layers):
     assert_equal(scores, return_scores_by_hand(agent, logprob, advantages), tolerance)
 
 
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("chunk_size", [None, 7, N])
+def test_the_whole_call_under_autocast(forward_mode, chunk_size):
+    """By the fast ways, as the error is that of bfloat16, and not record by record."""
+    agent, obs, actions, advantages = mlp_net(), torch.randn(N, OBS), torch.randint(3, (N,)), torch.randn(N)
+    logprob = lambda inds: log_pi(agent(obs[inds]).to(advantages.dtype), actions[inds])
+    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        scores = return_influence(agent, logprob, advantages, chunk_size=chunk_size, forward_mode=forward_mode)
+    agent, obs, advantages = agent.double(), obs.double(), advantages.double()
+    assert_equal(scores, return_scores_by_hand(agent, logprob, advantages), 0.05)
+
+
 # ---- ways to compute
 
 

@@ -40,10 +40,10 @@ def seconds_of(script, flags, cache, folder):
     with open(folder / "log", "w") as log:
         env = os.environ | places | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
+        status, cpu_seconds, _ = files.ended(process)
     if status:
         sys.exit(f"{' '.join(command)} failed:\n{(folder / 'log').read_text()[-2000:]}")
-    return time.perf_counter() - start, usage.ru_utime + usage.ru_stime
+    return time.perf_counter() - start, cpu_seconds
 
 
 def table(path=files.RESULTS / "cost" / "compiling.csv"):

@@ -2,7 +2,7 @@
 
 One of three things grows, the others stay at BASE: the records of a round, the width of the network's hidden layers, the number
 of environments (at the same records). Each point is the median over `--repeats` rounds of ppo_iif.py's own stages on
-LunarLander-v3, in one process with one thread; the points take turns. Minibatches keep their size of 64 records, so that a larger
+LunarLander-v3, in one process with one thread, in CPU time; the points take turns. Minibatches keep their size of 64 records, so that a larger
 round has more of them.
 """
 
@@ -64,17 +64,17 @@ class Point:
         self.obs, _ = self.envs.reset(seed=1)
 
     def round(self, k):
-        """Seconds of each stage."""
-        args, times = self.args, [time.perf_counter()]
+        """CPU seconds of each stage."""
+        args, times = self.args, [time.process_time()]
         rng, shuffles, filters = ppo_iif.random_streams(1, k)
         batch, _, self.obs = ppo_iif.rollout(self.agent, self.envs, self.obs, args.num_steps, rng)
         batch = {name: x.flatten(0, 1) for name, x in ppo_iif.gae(batch, args.gamma, args.gae_lambda).items()}
-        times.append(time.perf_counter())
+        times.append(time.process_time())
         batch["scores"] = ppo_iif.score(self.agent, batch, args, filters)
         selection = ppo_iif.select(batch, args, filters)
-        times.append(time.perf_counter())
+        times.append(time.process_time())
         ppo_iif.update(self.agent, self.optimizer, batch, selection, args, shuffles)
-        return np.diff([*times, time.perf_counter()]).tolist()
+        return np.diff([*times, time.process_time()]).tolist()
 
 
 def medians(path):
@@ -97,7 +97,7 @@ def table(path=files.RESULTS / "cost" / "scaling.csv"):
             power = np.log(values[ends[1]][stage] / values[ends[0]][stage]) / np.log(ends[1] / ends[0])
             cells = ", ".join(f"{1e3 * s[stage]:.3g}" for s in values.values())
             rows.append([axis, ", ".join(map(str, values)), stage, cells, f"{power:.2f}"])
-    return files.table(["what grows", "values", "stage", "ms", "power, upper half"], rows, left=4)
+    return files.table(["what grows", "values", "stage", "CPU ms", "power, upper half"], rows, left=4)
 
 
 def draw(path):
@@ -112,7 +112,7 @@ def draw(path):
         ax.set(xscale="log", yscale="log", xlabel={"records": "records of a round"}.get(axis, axis), xticks=x, xticklabels=x)
         ax.minorticks_off()
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("ms a round")
+    axes[0].set_ylabel("CPU ms a round")
     axes[0].legend(frameon=False)
     fig.tight_layout()
     files.save_small(fig, path.with_suffix(".png"))

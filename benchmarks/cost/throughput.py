@@ -87,11 +87,11 @@ def run_once(arm, script, arguments, rounds, args):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with open(Path(folder) / "log", "w") as log:
             process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
-            _, status, usage = os.wait4(process.pid, 0)
+            status, _, peak = files.ended(process)
         output = (Path(folder) / "log").read_text()
         if status:
             sys.exit(f"{' '.join(command)} failed:\n{output}")
-        row = {"peak_rss_mb": usage.ru_maxrss / 1024}
+        row = {"peak_rss_mb": peak}
         if arm == "plain":
             seconds = json.loads(output.splitlines()[-1])
         else:

@@ -219,7 +219,7 @@ def main(args):
     final = snapshots.final_agent(args.run, source)
     here = snapshots.embed(final, state[None], action[None])
     rows, records = [], []
-    for k in saved:
+    for k in files.progress(saved, "round"):
         snapshot = snapshots.load(args.run, k, args.any_version)
         batch = snapshot.batch
         influence = round_influence(snapshot, state, action)
@@ -236,7 +236,7 @@ def main(args):
         rows.append(
             row + [float(distance[top].median() / usual) if usual > 1e-5 * embeddings.norm(dim=1).mean() else float("nan")]
         )
-        print(", ".join(f"{name} {x:.4g}" for name, x in zip(COLUMNS, rows[-1])), flush=True)
+        files.say(", ".join(f"{name} {x:.4g}" for name, x in zip(COLUMNS, rows[-1])))
         for r in [*top[:20].tolist(), *influence.argsort()[:20].tolist()]:
             taken = " ".join(f"{x:.4g}" for x in batch["actions"][r].reshape(-1).tolist())
             records.append([k, r, *map(float, (influence[r], batch["advantages"][r], distance[r])), taken])

@@ -178,15 +178,14 @@ def main(args):
         sys.exit(f"--plot: there is no {path}")
     folder.mkdir(parents=True, exist_ok=True)
     rows = files.read_csv(path) if path.exists() else []
-    for run in todo:
-        for k in todo[run]:
-            mine = [r for r in rows if r["run"] == Path(run).name and r["round"] == str(k)]
-            if len(mine) == len(ARMS) and {r["episodes"] for r in mine} == {str(args.episodes)}:
-                continue
-            new = list(intervene(run, snapshots.load(run, k, args.any_version), args.percent, args.episodes))
-            rows = [r for r in rows if r not in mine] + [{c: str(x) for c, x in zip(COLUMNS, row)} for row in new]
-            write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows], quiet=True)
-            print(f"{run}, round {k}: " + ", ".join(f"{row[4]} {row[5]}" for row in new), flush=True)
+    for run, k in files.progress([(run, k) for run in todo for k in todo[run]], "round"):
+        mine = [r for r in rows if r["run"] == Path(run).name and r["round"] == str(k)]
+        if len(mine) == len(ARMS) and {r["episodes"] for r in mine} == {str(args.episodes)}:
+            continue
+        new = list(intervene(run, snapshots.load(run, k, args.any_version), args.percent, args.episodes))
+        rows = [r for r in rows if r not in mine] + [{c: str(x) for c, x in zip(COLUMNS, row)} for row in new]
+        write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows], quiet=True)
+        files.say(f"{run}, round {k}: " + ", ".join(f"{row[4]} {row[5]}" for row in new))
     print(f"written to {path}")
     plot(rows, folder, args.percent)
 

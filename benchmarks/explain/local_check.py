@@ -119,7 +119,7 @@ def differences(local, sets, steps, lr, marks):
     predicted = np.array([[-(row[s] * local.scores[s]).sum().item() for row in share] for s in sets])
     whole = local.follow(steps, torch.ones(local.n, dtype=torch.double), lr, marks)
     measured = []
-    for s in sets:
+    for s in files.progress(sets, "set"):
         weights = torch.ones(local.n, dtype=torch.double)
         weights[s] = 0
         measured.append(local.follow(steps, weights, lr, marks) - whole)

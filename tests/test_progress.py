@@ -1,0 +1,46 @@
+"""Bars and what is printed beside them; what is known of a process that has ended."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import files
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream, shown", [(Terminal(), True), (io.StringIO(), False)])
+def test_a_bar_on_a_terminal_and_nothing_in_a_pipe(monkeypatch, capsys, stream, shown):
+    monkeypatch.setattr(sys, "stderr", stream)
+    seen = []
+    for k in files.progress([3, 5], "round"):
+        files.say(f"round {k}")
+        seen.append(k)
+    assert seen == [3, 5] and capsys.readouterr().out == "round 3\nround 5\n"
+    assert ("round/s" in stream.getvalue() or "?round" in stream.getvalue()) == shown
+    assert bool(stream.getvalue()) == shown
+
+
+def test_without_tqdm_the_items_as_they_are(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert list(files.progress([3, 5], "round")) == [3, 5]
+    files.say("a line")
+    assert capsys.readouterr().out == "a line\n"
+
+
+def test_an_ended_process():
+    """It used at least the CPU time and the memory that it says itself."""
+    code = "import time\nx = b'1' * 50_000_000\nwhile time.process_time() < 0.3: pass\nraise SystemExit(3)"
+    status, cpu_seconds, peak = files.ended(subprocess.Popen([sys.executable, "-c", code]))
+    assert status == 3 and 0.3 <= cpu_seconds < 10 and 50 < peak < 500
+
+
+def test_an_ended_process_where_the_system_does_not_tell(monkeypatch):
+    monkeypatch.delattr("os.wait4")
+    status, cpu_seconds, peak = files.ended(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
+    assert status == 3 and cpu_seconds != cpu_seconds and peak != peak
