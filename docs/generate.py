@@ -15,12 +15,16 @@ has them. A boolean is set by `--name` or `--no-name`."""
 
 
 def arguments(script):
-    """{name: (default, what it is)} of a script, from its dataclass and the text under each of its fields."""
-    module = importlib.import_module(script)
-    (body,) = (n.body for n in ast.parse((ROOT / f"{script}.py").read_text()).body if getattr(n, "name", "") == "Args")
-    text = {}
+    """{name: (default, what it is)} of a script, from its dataclass and the comment beside or the text under each field."""
+    module, source = importlib.import_module(script), (ROOT / f"{script}.py").read_text()
+    (body,) = (n.body for n in ast.parse(source).body if getattr(n, "name", "") == "Args")
+    text, lines = {}, source.encode().splitlines()
     for field, after in zip(body, body[1:]):
-        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+        if not isinstance(field, ast.AnnAssign):
+            continue
+        if comment := lines[field.end_lineno - 1][field.end_col_offset :].decode().strip():
+            text[field.target.id] = comment.removeprefix("#").strip()
+        elif isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             text[field.target.id] = " ".join(after.value.value.split())
     found = {}
     for field in fields(module.Args):
