@@ -12,7 +12,6 @@ harmful ones, run PPO's epochs over the rest. In this order: arguments, agent, s
 iif_core.py beside it, nothing else of its project. Method: Hu et al., "A Snapshot of Influence", NeurIPS 2025, arXiv 2505.19281.
 """
 
-import functools
 import importlib.metadata
 import json
 import os
@@ -23,7 +22,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -52,96 +51,58 @@ STATISTICS = "ppo_iif_episode"  # in an environment's info; "episode" may be tak
 
 @dataclass
 class Args:
-    exp_name: str = os.path.basename(__file__)[: -len(".py")]
-    """the name of this experiment"""
-    seed: int = 1
-    """seed of the experiment; fixes everything on the CPU"""
-    torch_deterministic: bool = True
-    """sets `torch.backends.cudnn.deterministic`"""
-    cuda: bool = True
-    """if toggled, cuda will be used where there is one"""
-    torch_threads: int = 1
-    """CPU threads of torch; small networks are several times slower with more than one"""
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]  # the name of this experiment
+    seed: int = 1  # seed of the experiment; fixes everything on the CPU
+    torch_deterministic: bool = True  # sets `torch.backends.cudnn.deterministic`
+    cuda: bool = True  # if toggled, cuda will be used where there is one
+    torch_threads: int = 1  # CPU threads of torch; small networks are several times slower with more than one
     compile: bool = False
-    """compile the minibatch step: the same curve but for rounding; pays in long runs, as compiling takes half a minute or
-    more. On a GPU it uses CUDA graphs, which is untested"""
+    """compile the minibatch step: same curve but for rounding; takes half a minute, pays in long runs; untested on a GPU"""
     vectorization: Literal["sync", "async"] = "sync"
-    """async gives every environment a process of its own, for slow ones on many cores; the numbers stay the same, unless an
-    environment draws its own from the global generators"""
-    track: bool = False
-    """if toggled, this experiment will be tracked with Weights and Biases"""
-    wandb_project_name: str = "ppo-iif"
-    """the wandb's project name"""
-    wandb_entity: str | None = None
-    """the entity (team) of wandb's project"""
-    capture_video: bool = False
-    """whether to capture videos of the agent (in `videos/{run_name}`, and in W&B if tracked)"""
-    save_model: bool = False
-    """whether to save the agent at the end into `runs/{run_name}/{exp_name}.cleanrl_model`"""
-    save_every: int = 0
-    """save `runs/{run_name}/checkpoint.pt` every so many rounds (0: never); the next round then begins with fresh episodes"""
-    resume: str | None = None
-    """path of a checkpoint to go on from, with its arguments"""
+    """async: a process for each environment, for slow ones on many cores; same numbers, unless they use global generators"""
+    track: bool = False  # if toggled, this experiment will be tracked with Weights and Biases
+    wandb_project_name: str = "ppo-iif"  # the wandb's project name
+    wandb_entity: str | None = None  # the entity (team) of wandb's project
+    capture_video: bool = False  # whether to capture videos of the agent (in `videos/{run_name}`, and in W&B if tracked)
+    save_model: bool = False  # whether to save the agent at the end into `runs/{run_name}/{exp_name}.cleanrl_model`
+    save_every: int = 0  # save `runs/{run_name}/checkpoint.pt` every so many rounds and begin fresh episodes (0: never)
+    resume: str | None = None  # path of a checkpoint to go on from, with its arguments
     snapshot_rounds: str = ""
     """rounds to save whole, as charts/round counts them, into `runs/{run_name}/snapshots/`, to be explained by benchmarks/:
     `2,5,10`, `every:10` (0, 10, 20, ...) or `all`; training stays the same. With track, their records of the lowest and
     highest scores go to W&B as a table"""
 
     # Algorithm specific arguments
-    env_id: str = "MiniGrid-Empty-8x8-v0"
-    """the id of the environment; `module:Name-v0` imports the module first"""
-    env_kwargs: str = "{}"
-    """arguments of the environment, as JSON, e.g. '{"max_steps": 100}'"""
-    fully_observable: bool = False
-    """observe the whole grid instead of the agent's view"""
-    obs_scale: float = 255.0
-    """what the symbols of the image (0 to 10) are divided by; 255 is the paper's"""
-    total_timesteps: int = 81_920
-    """total timesteps of the experiment (rounded down to whole rounds)"""
-    learning_rate: float = 5e-3
-    """the learning rate of the optimizer"""
-    optimizer: Literal["adam", "sgd"] = "sgd"
-    """plain SGD, or Adam with eps 1e-5; scores are computed as if it were SGD"""
-    num_envs: int = 1
-    """the number of parallel game environments"""
-    num_steps: int = 2048
-    """the number of steps to run in each environment per round"""
-    anneal_lr: bool = False
-    """toggle learning rate annealing"""
-    gamma: float = 0.99
-    """the discount factor gamma"""
-    gae_lambda: float = 0.95
-    """the lambda for the general advantage estimation"""
-    num_minibatches: int = 32
-    """the number of mini-batches of a whole round"""
-    update_epochs: int = 10
-    """the K epochs to update the policy"""
-    norm_adv: bool = True
-    """toggles advantages normalization (per minibatch)"""
-    clip_coef: float = 0.2
-    """the surrogate clipping coefficient"""
-    clip_vloss: bool = False
-    """toggles whether or not to use a clipped loss for the value function"""
-    ent_coef: float = 0.0
-    """coefficient of the entropy"""
-    vf_coef: float = 0.5
-    """coefficient of the value loss mean((V - R)^2): 0.25 here is what CleanRL's 0.5 means"""
-    max_grad_norm: float = 0.0
-    """the maximum norm for the gradient clipping; 0 turns it off, as the paper's SGD results need"""
-    target_kl: float | None = None
-    """the target KL divergence threshold"""
+    env_id: str = "MiniGrid-Empty-8x8-v0"  # the id of the environment; `module:Name-v0` imports the module first
+    env_kwargs: str = "{}"  # arguments of the environment, as JSON, e.g. '{"max_steps": 100}'
+    fully_observable: bool = False  # observe the whole grid instead of the agent's view
+    obs_scale: float = 255.0  # what the symbols of the image (0 to 10) are divided by; 255 is the paper's
+    total_timesteps: int = 81_920  # total timesteps of the experiment (rounded down to whole rounds)
+    learning_rate: float = 5e-3  # the learning rate of the optimizer
+    optimizer: Literal["adam", "sgd"] = "sgd"  # plain SGD, or Adam with eps 1e-5; scores are computed as if it were SGD
+    num_envs: int = 1  # the number of parallel game environments
+    num_steps: int = 2048  # the number of steps to run in each environment per round
+    anneal_lr: bool = False  # toggle learning rate annealing
+    gamma: float = 0.99  # the discount factor gamma
+    gae_lambda: float = 0.95  # the lambda for the general advantage estimation
+    num_minibatches: int = 32  # the number of mini-batches of a whole round
+    update_epochs: int = 10  # the K epochs to update the policy
+    norm_adv: bool = True  # toggles advantages normalization (per minibatch)
+    clip_coef: float = 0.2  # the surrogate clipping coefficient
+    clip_vloss: bool = False  # toggles whether or not to use a clipped loss for the value function
+    ent_coef: float = 0.0  # coefficient of the entropy
+    vf_coef: float = 0.5  # coefficient of the value loss mean((V - R)^2): 0.25 here is what CleanRL's 0.5 means
+    max_grad_norm: float = 0.0  # the maximum norm for the gradient clipping; 0 turns it off, as the paper's SGD results need
+    target_kl: float | None = None  # the target KL divergence threshold
 
     # Influence-based filtering
     filter: str = "influence"
     """influence (IIF), none (plain PPO), random (as many dropped as IIF would, at random), or `module:function`: gets the
     round (a dict of its tensors, scores included), returns the indices to keep, or a sampling weight per record"""
-    filter_percent: float = 12.5
-    """percentage of the records with a negative score (see filter_of) to drop, the most negative first"""
-    filter_of: Literal["negative", "all"] = "negative"
-    """what filter_percent counts: the records with a negative score, or all"""
+    filter_percent: float = 12.5  # percentage of the records with a negative score (see filter_of) to drop, lowest first
+    filter_of: Literal["negative", "all"] = "negative"  # what filter_percent counts: the records with a negative score, or all
     filter_when: Literal["signal", "always"] = "signal"
-    """signal leaves a round whole if all its rewards are equal and so are the returns of its episodes; always is the paper's
-    rule"""
+    """signal leaves a round whole if all its rewards are equal and so are its episodes' returns; always is the paper's rule"""
     eval_episodes: int = 0
     """evaluate the policy of every round over so many episodes of sampled actions, in environments of their own (0: never);
     where the environment has no time limit, an episode is cut after 27,000 steps"""
@@ -245,7 +206,7 @@ def rollout(agent, envs, next_obs, num_steps, rng, device="cpu"):
     for t in range(num_steps):
         actions[t], logprobs[t], values[t] = act(obs[t])
         obs[t + 1], rewards[t], terminations[t], truncations[t], infos = envs.step(actions[t])
-        for i in np.flatnonzero(infos["_final_info"]) if "_final_info" in infos else ():
+        for i in np.flatnonzero(infos.get("_final_info", ())):
             episode = infos["final_info"][STATISTICS]
             episodes.append((t, int(i), float(episode["r"][i]), int(episode["l"][i])))
             if not terminations[t, i]:  # a truncated episode goes on, only unseen
@@ -295,12 +256,11 @@ def tells_apart(batch, episodes, args):
 
 def select(batch, args, generator):
     """What to train on: indices of the records to keep, or a sampling weight [batch_size] per record."""
+    n = args.batch_size
     if args.filter in ("influence", "random"):
         kept = filter_bottom(batch["scores"].cpu(), args.filter_percent, of=args.filter_of)
-        if args.filter == "random":
-            kept = torch.randperm(args.batch_size, generator=generator)[: len(kept)].sort().values
-        return kept
-    n, chosen = args.batch_size, torch.as_tensor(pkgutil.resolve_name(args.filter)(batch)).cpu()
+        return kept if args.filter == "influence" else torch.randperm(n, generator=generator)[: len(kept)].sort().values
+    chosen = torch.as_tensor(pkgutil.resolve_name(args.filter)(batch)).cpu()
     if not chosen.numel():
         return chosen.flatten().long()
     if chosen.is_floating_point():
@@ -355,7 +315,7 @@ def loss_gradients(agent, params, args, mb_obs, mb_actions, mb_logprobs, mb_adva
     return gradients, *(x.detach() for x in (ratio, logratio, entropy, pg_loss, v_loss))
 
 
-@functools.cache
+@cache
 def compiled_gradients():
     """loss_gradients as one compiled function; as it is, and a line says why, where nothing can be compiled."""
     torch._dynamo.config.trace_autograd_ops = True  # or the backward pass would be left out
@@ -666,7 +626,8 @@ if __name__ == "__main__":
             optimizer.load_state_dict(checkpoint["optimizer"])
 
     writer = start_logging(args, run)
-    folder, snapshots, packages = f"runs/{run.run_name}", snapshot_rounds(args), {}
+    folder, snapshots = f"runs/{run.run_name}", snapshot_rounds(args)
+    packages = {p.name: p.version for p in importlib.metadata.distributions()} if snapshots else {}
     videos = set(Path(f"videos/{run.run_name}").rglob("*.mp4"))  # those that W&B has
     start_time, start_step, next_obs = time.time(), run.global_step, None
     if args.eval_episodes and not checkpoint:
@@ -700,7 +661,6 @@ if __name__ == "__main__":
         if snapshots:
             played.append(batch["actions"].cpu())
         if k in snapshots:
-            packages = packages or {p.name: p.version for p in importlib.metadata.distributions()}
             snapshot = {"batch": batch, "selection": selection, "env_seed": env_seed, "played": torch.cat(played)}
             save(f"{folder}/snapshots/round_{k:06d}.pt", args, run, agent, optimizer, packages=packages, **snapshot)
         times.append(time.perf_counter())
@@ -710,10 +670,8 @@ if __name__ == "__main__":
         need(finite, f"round {k}: the update has made the weights not finite; lower --learning-rate {args.learning_rate}")
         times.append(time.perf_counter())
 
-        run.iteration += 1
-        run.global_step += args.batch_size
-        run.optimizer_steps += steps
-        run.skipped_updates += steps == 0
+        run.iteration, run.global_step = k + 1, run.global_step + args.batch_size
+        run.optimizer_steps, run.skipped_updates = run.optimizer_steps + steps, run.skipped_updates + (steps == 0)
         numbers = {f"losses/{name}": value for name, value in losses.items()}
         numbers |= zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)[[0, 1, 3]])  # [2]: the snapshot
         numbers |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/round": k}
