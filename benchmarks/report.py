@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from benchmarks.cost import scoring, throughput
+from benchmarks.cost import atari, compiling, scaling, scoring, throughput
 from benchmarks.explain import attribution, intervene, local_check, records
 from benchmarks.files import RESULTS, ROOT
 from benchmarks.reproduce import fixed_reference, learning, summary
@@ -28,6 +28,10 @@ PAGES |= {  # page: {block: (results) -> its Markdown}
     "cost": {
         "scoring": lambda results: scoring.table(results / "cost" / "scoring.csv"),
         "throughput": lambda results: throughput.table(results / "cost" / "throughput.csv"),
+        "compared": lambda results: throughput.compared(results / "cost" / "throughput.csv"),
+        "compiling": lambda results: compiling.table(results / "cost" / "compiling.csv"),
+        "scaling": lambda results: scaling.table(results / "cost" / "scaling.csv"),
+        "atari": lambda results: atari.table(results / "cost" / "atari.csv"),
     },
     "highway": {"tables": lambda results: envpool_highway.table(results / "highway")},
     "explain": {

@@ -257,11 +257,15 @@ def fast_scores(r, direction, n):
     return exact_scores(r, direction, n, forward_mode=True)
 
 
-def exact(r, direction, n, forward_mode=False):
+def exact(r, direction, n, forward_mode=False, chunk_size=None):
     # in one piece the exact way shares the graph of the target with the scores
-    sizes = {"chunk_size": r.network.chunk_size if forward_mode else None, "forward_mode": forward_mode}
+    sizes = {"chunk_size": r.network.chunk_size if forward_mode else chunk_size, "forward_mode": forward_mode}
     sizes["minibatch_size"] = r.network.minibatch_size
     return iif_core.return_influence(r.agent, r.logprob, r.advantages[:n], inds=r.order[r.order < n], **sizes)
+
+
+def one_call(r, direction, n):
+    return exact(r, direction, n, chunk_size=n)
 
 
 def fast(r, direction, n):
@@ -333,15 +337,14 @@ def last_layer(r, direction, n):
         return r.normalized[:n] * (d * (h @ (weighted.T @ h).T + weighted.sum(0))).sum(1)
 
 
-PARTS = {f.__name__: f for f in (yardstick, plain, target, exact_scores, fast_scores, exact, fast, loop, ghost_target, ghost)}
+PARTS = {
+    f.__name__: f
+    for f in (yardstick, plain, target, exact_scores, fast_scores, exact, one_call, fast, loop, ghost_target, ghost)
+}
 PARTS |= {"vmap": vmap_grad, "last": last_layer}
-CHEAP = ("yardstick", "plain", "target", "exact_scores", "fast_scores", "exact", "fast")
-NOT_OF_A_GPT = {
-    "vmap",
-    "ghost_target",
-    "ghost",
-    "last",
-}  # written for one action a record, and for linear and convolutional layers
+CHEAP = ("yardstick", "plain", "target", "exact_scores", "fast_scores", "exact", "one_call", "fast")
+# written for one action a record, and for linear and convolutional layers
+NOT_OF_A_GPT = {"vmap", "ghost_target", "ghost", "last"}
 METHODS = {  # a row of the tables: its label, and the parts that it runs one after the other
     "yardstick": ("forward+backward of the policy loss", ["yardstick"]),
     "plain": ("the same with the loss -A log pi, without ratio and clipping", ["plain"]),
@@ -349,6 +352,7 @@ METHODS = {  # a row of the tables: its label, and the parts that it runs one af
     "exact_scores": ("scores only, the direction given", ["exact_scores"]),
     "fast_scores": ("scores only, `forward_mode=True`", ["fast_scores"]),
     "exact": ("**target and scores: `return_influence`**", ["exact"]),
+    "one_call": ("the same with `chunk_size=N`: no agreement, no noise scale", ["one_call"]),
     "fast": ("**target and scores: `return_influence(forward_mode=True)`**", ["fast"]),
     "loop": ("autograd, one record at a time", ["target", "loop"]),
     "vmap": ("`torch.func`: vmap of grad, then dot", ["target", "vmap"]),

@@ -2,8 +2,9 @@
 
     python -m benchmarks.run tuning             every arm at every learning rate, on the tuning seeds
     python -m benchmarks.reproduce.tuned        apply the rule below, write results/tuned/chosen.csv; then `tuning` once more: 50%
+    python -m benchmarks.run rules              other uses of the scores (benchmarks/variants/rules.py), on the tuning seeds
     python -m benchmarks.run tuned              the chosen ones, once, on the test seeds
-    python -m benchmarks.report tuning tuned    the pages
+    python -m benchmarks.report tuning rules tuned    the pages
 
 Settings are those that others published for plain PPO with Adam. The protocol, fixed before the first test run:
 
@@ -19,7 +20,7 @@ Settings are those that others published for plain PPO with Adam. The protocol, 
   as they are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from benchmarks.reproduce.entries import Entry, Suite
 RATES = (0.5, 1, 2, 4)
 TUNING_SEEDS, TEST_SEEDS = 3, 10
 COLUMNS = (("kl", "losses/approx_kl"), ("agreement", "influence/agreement"), ("noise_scale", "influence/noise_scale"))
+RULES = ("agreeing", "scaled", "previous", "average", "as far", "least score", "least advantage")
 CHOSEN = RESULTS / "tuned" / "chosen.csv"
 ZOO, CLEANRL = "rl-zoo3, hyperparams/ppo.yml", "CleanRL, ppo_continuous_action.py"
 ADAM = "--optimizer adam --no-cuda --max-grad-norm 0.5"
@@ -129,6 +131,19 @@ def test_entries():
             arms = {"none": flags(name, "none", row["none"])}
             arms |= {kind: flags(name, kind, row["influence"], float(row["percent"])) for kind in ("influence", "random")}
             entries.append(entry(name, arms, seeds=TEST_SEEDS))
+    return entries
+
+
+def rule_entries():
+    """The rules at the rate and percent chosen for influence, on the tuning seeds."""
+    entries = []
+    for name in ("Acrobot", "DoorKey"):
+        if name in read_chosen() and read_chosen()[name]["percent"]:
+            row, s = read_chosen()[name], SETTINGS[name]
+            own = flags(name, "influence", row["influence"], float(row["percent"]))
+            arms = {rule: f"--script {s.script} --rule {rule.replace(' ', '-')} {own}" for rule in RULES}
+            plain = entry(name, arms, seeds=TUNING_SEEDS, first_seed=1)
+            entries.append(replace(plain, script="benchmarks/variants/rules"))
     return entries
 
 
@@ -264,6 +279,22 @@ def tuned_tables(data):
     return [lines, table(header.split("|"), rows, left=2), table(columns.split("|"), differences, left=2)]
 
 
+def rules_tables(data):
+    """Mean area of each rule, and what it is ahead of the two that it has to beat, each at its own best rate, same seeds."""
+    rows, tuning, chosen = [], load(SUITES[0], RESULTS), read_chosen()
+    for name, arms in data.items():
+        row = chosen[name]
+        half = " 50%" if row["percent"] == "50" else ""
+        others = {"none": f"none, lr x {row['none']}", "influence": f"influence{half}, lr x {row['influence']}"}
+        both = arms | {arm: tuning[name][known] for arm, known in others.items()}
+        for arm, seeds in both.items():
+            cells = [f"{np.mean(paired(both, arm, o, area)):+.3g}" if arm != o else "" for o in others]
+            seconds = [np.nanmean(c.seconds) for c in seeds.values()]
+            rows.append([name, arm, len(seeds), spread([*map(area, seeds.values())]), *cells, f"{np.mean(seconds):.2f}"])
+    columns = "environment|rule|seeds|area ± SE|minus none|minus influence|seconds a round"
+    return [table(columns.split("|"), rows, left=2)]
+
+
 def draw(suite, results):
     """Curves: means over seeds and their 95% intervals."""
     plt, data = pyplot(), suite.load(results)
@@ -306,6 +337,16 @@ SUITES = [
         " were fixed before the first of these runs (see [tuning](../tuning/README.md)); seeds 101 to 110.",
         test_entries(),
         tuned_tables,
+        **SHARED,
+    ),
+    Suite(
+        "rules",
+        "Other rules",
+        "Is there a better use of the scores, or of the agreement, than dropping the lowest? The rules of"
+        " benchmarks/variants/rules.py at the rate and percent chosen for influence, on the tuning seeds 1 to 3; one that is ahead of"
+        " both none and influence (each at its own best rate) gets the whole grid of rates.",
+        rule_entries(),
+        rules_tables,
         **SHARED,
     ),
 ]
