@@ -26,39 +26,38 @@ def test_it_plays_as_ale_does(name, unused):
     def frame(last):
         return cv2.resize(np.max(last, axis=0), (84, 84), interpolation=cv2.INTER_AREA)
 
+    envs, first = pool(f"{name}NoFrameskip-v4")
+    assert all(np.array_equal(first[0, 3], earlier) for earlier in first[0])  # the stack repeats the first frame
+    rng, steps, over = np.random.default_rng(0), [], [False]
+    while not over[0]:
+        action = rng.integers(len(actions), size=1)
+        obs, reward, over, cut, infos = envs.step(action)
+        assert not cut[0]
+        shown = infos["final_obs"] if over[0] else obs
+        steps.append((action[0], shown[0, 3].copy(), reward[0]))
+
     def play(noops):
-        """Whether so many no-ops are those of the pool, and if so how its first episode ends."""
-        envs, obs = pool(f"{name}NoFrameskip-v4")
+        """The return and the last frames, if ALE after so many no-ops shows what the pool did; else None."""
         ale.reset(seed=1)
         for _ in range(noops):
             core.act(0)
         core.act(1)
-        if not np.array_equal(frame([core.getScreenGrayscale()]), obs[0, 3]):
+        if not np.array_equal(frame([core.getScreenGrayscale()]), first[0, 3]):
             return None
-        assert all(np.array_equal(obs[0, 3], earlier) for earlier in obs[0])  # the stack repeats the first frame
-        rng, total = np.random.default_rng(0), 0
-        while True:
-            action = rng.integers(len(actions), size=1)
-            obs, reward, over, cut, infos = envs.step(action)
+        total = 0
+        for action, pixels, reward in steps:
             raw, last = 0, []
             for k in range(4):
-                raw += core.act(actions[action[0]])
+                raw += core.act(actions[action])
                 last += [core.getScreenGrayscale()] if k >= 2 else []
                 if core.game_over():
                     break
             total += raw
-            assert not cut[0]
-            if reward[0] != np.sign(raw):
+            if reward != np.sign(raw) or not core.game_over() and not np.array_equal(pixels, frame(last)):
                 return None
-            if over[0]:
-                return envs, infos, total, last
-            if not np.array_equal(obs[0, 3], frame(last)):
-                return None
+        return total, last
 
-    found = [end for noops in range(31) if (end := play(noops))]
-    assert len(found) == 1
-    envs, infos, total, last = found[0]
-    over = [True]
+    total, last = next(end for noops in range(31) if (end := play(noops)))
     game_over = infos["final_info"][f"_{script.STATISTICS}"][0]
     assert over[0] and game_over == core.game_over() == (name == "Pong")
     if game_over:
