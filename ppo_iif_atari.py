@@ -23,6 +23,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -60,6 +61,9 @@ class Args:
     """compile the minibatch step: same curve but for rounding; takes half a minute, pays in long runs; untested on a GPU"""
     vectorization: Literal["sync", "async"] = "sync"
     """async: a process for each environment, for slow ones on many cores; same numbers, unless they use global generators"""
+    envpool: bool = False
+    """play the training games in envpool, in parallel; episodes begin a little differently there (docs/details.md), so compare
+    arms within it only; evaluation stays with the wrappers of stable-baselines3"""
     track: bool = False  # if toggled, this experiment will be tracked with Weights and Biases
     wandb_project_name: str = "ppo-iif"  # the wandb's project name
     wandb_entity: str | None = None  # the entity (team) of wandb's project
@@ -416,6 +420,11 @@ def check_args(args):
             value = getattr(args, name)
             need(holds(value), f"--{name.replace('_', '-')} {value} must be {limit}")
     snapshot_rounds(args)
+    if args.envpool:
+        need(find_spec("envpool"), "--envpool: it is not installed; pip install envpool==1.2.5")
+        for name, other in (("env_kwargs", "{}"), ("capture_video", False), ("vectorization", "sync"), ("snapshot_rounds", "")):
+            need(getattr(args, name) == other, f"--envpool goes without --{name.replace('_', '-')}; leave one of them out")
+        need(game(args.env_id), f"--envpool has no --env-id {args.env_id}; it has NameNoFrameskip-v4 and ALE/Name-v5")
     if args.filter not in ("influence", "random", "none"):
         with one_line(f"--filter {args.filter}: not influence, random, none or an importable module:function"):
             need(callable(pkgutil.resolve_name(args.filter)), f"--filter {args.filter} is no function; give module:function")
@@ -489,7 +498,59 @@ def check_env(args):
         env.close()
 
 
+def game(env_id):
+    """The name of an Atari id's game in envpool, or None."""
+    import envpool
+
+    name = re.fullmatch(r"ALE/(\w+)-v5|(\w+)NoFrameskip-v4", env_id)
+    name = name and f"{name[1] or name[2]}-v5"
+    return name if name in envpool.list_all_envs() else None
+
+
+class EnvPool(gym.vector.VectorEnv):
+    """envpool's games as make_envs gives them. By itself it resets in the step after an end, a row that nobody acted in."""
+
+    def __init__(self, args):
+        self.args, self.num_envs, self.pool = args, args.num_envs, None
+        self.sticky = gym.spec(args.env_id).kwargs["repeat_action_probability"]
+        self.reset(seed=args.seed)
+        self.single_observation_space, self.single_action_space = self.pool.observation_space, self.pool.action_space
+
+    def reset(self, *, seed=None, options=None):
+        import envpool
+
+        self.close()  # it takes a seed only where it makes its games, and game i has seed + i
+        sizes = {"num_envs": self.num_envs, "num_threads": min(self.num_envs, os.cpu_count()), "seed": derive_seed(seed) % 2**31}
+        rules = {"episodic_life": True, "use_fire_reset": True, "repeat_action_probability": self.sticky}
+        self.pool = envpool.make_gymnasium(game(self.args.env_id), **sizes, **rules)
+        self.returns = np.zeros(self.num_envs)
+        return self.pool.reset()[0], {}
+
+    def step(self, actions):
+        obs, reward, terminations, truncations, info = self.pool.step(actions.astype(np.int32))
+        self.returns += info["reward"]
+        done, infos = terminations | truncations, {}
+        if done.any():
+            ended, inds = (info["terminated"] == 1) | truncations, np.flatnonzero(done)  # a lost life does not end the game
+            whole = {"r": self.returns.copy(), "l": 4 * info["elapsed_step"]}
+            infos = {"final_obs": obs.copy(), "_final_obs": done, "_final_info": done}
+            infos["final_info"] = {STATISTICS: whole, f"_{STATISTICS}": ended}
+            # That step at once, its actions unused. (pool.reset would begin a new game where only a life was lost.)
+            obs[inds] = self.pool.step(np.zeros(len(inds), np.int32), inds.astype(np.int32))[0]
+            self.returns[ended] = 0
+        return obs, np.sign(reward), terminations, truncations, infos
+
+    def set_attr(self, name, values):
+        """Nothing: reset begins new games anyway."""
+
+    def close(self, **kwargs):
+        if self.pool is not None:
+            self.pool.close()
+
+
 def make_envs(args, run_name):
+    if args.envpool:
+        return EnvPool(args)
     # SAME_STEP: the row after an episode's end is the first of a new one. (Gymnasium's default, NEXT_STEP, puts a row into the
     # batch that nobody acted in, and a filter would earn credit for dropping it.)
     video, mode = f"videos/{run_name}" if args.capture_video else None, gym.vector.AutoresetMode.SAME_STEP

@@ -180,7 +180,7 @@ OWN = {
     "ppo_iif_continuous.py": {"Agent", "rollout", "score", "tells_apart", "RawReward", "make_env", "make_eval_envs"}
     | {"normalized", "get_statistics", "set_statistics", "freeze_statistics"},
     "ppo_iif_minigrid.py": IMAGES | {"check_args"},
-    "ppo_iif_atari.py": IMAGES,
+    "ppo_iif_atari.py": IMAGES | {"check_args", "game", "EnvPool", "make_envs"},
 }
 OWN_LINES = {  # of the main part
     "ppo_iif_continuous.py": ("set_statistics(", "freeze_statistics(", "get_statistics("),
