@@ -28,13 +28,13 @@ class Agent(nn.Module):
         self.double()
 
     def get_logprob(self, x, action):
-        return self.get_action_and_value(x, action)[1]
+        return self.get_logprob_entropy_value(x, action)[0]
 
-    def get_action_and_value(self, x, action):
+    def get_logprob_entropy_value(self, x, action):
         hidden = self.body(x)
         logprobs = self.actor(hidden).log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return action, logprobs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, self.critic(hidden)
+        return logprobs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, self.critic(hidden)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def by_hand(agent, batch, minibatches, args, lr, weights, optimizer="sgd", state
             optimizer.load_state_dict(copy.deepcopy(state))
     for inds in minibatches:
         mb = {name: x[inds] for name, x in batch.items()}
-        _, logprob, entropy, value = agent.get_action_and_value(mb["obs"], mb["actions"])
+        logprob, entropy, value = agent.get_logprob_entropy_value(mb["obs"], mb["actions"])
         ratio, value = (logprob - mb["logprobs"]).exp(), value[:, 0]
         a = (mb["advantages"] - mb["advantages"].mean()) / (mb["advantages"].std() + 1e-8)
         policy = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
