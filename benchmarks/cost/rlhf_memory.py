@@ -1,6 +1,6 @@
 """The arithmetic by which the README estimates the memory of ppo_iif_rlhf.py, checked on its small model.
 
-    python -m benchmarks.cost.rlhf_memory        (Linux with glibc, on the CPU; python ppo_iif_rlhf.py --prepare builds the model)
+    python -m benchmarks.cost.rlhf_memory        (Linux with glibc, on the CPU; python -m benchmarks.reproduce.rlhf_tiny builds the model)
 
 It writes results/cost/rlhf_memory.csv, the table in docs/language-models.md.
 
@@ -51,7 +51,7 @@ def measure(part, lora_r, chunk):
     args = rlhf.Args(lora_r=lora_r, score_chunk=chunk, minibatch_size=chunk, batch_size=2 * chunk, update_epochs=1)
     agent, reference, tokenizer = rlhf.make_agent(args, "cpu")
     params = [p for p in agent.parameters() if p.requires_grad]
-    prompts = rlhf.draw_prompts(tokenizer, rlhf.reviews()[0], args.batch_size, args, 10, 0)
+    prompts = rlhf.draw_prompts(tokenizer, rlhf.load_texts("--dataset-name", "reviews"), args.batch_size, args, 10, 0)
     batch = rlhf.rollout(
         agent, reference, tokenizer, rlhf.make_reward(args, "cpu"), prompts, args, torch.Generator().manual_seed(0)
     )

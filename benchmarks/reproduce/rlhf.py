@@ -123,7 +123,7 @@ SUITE = Suite(
     " of 4. `influence`: f_seq, all records of negative influence on the round itself are dropped; `influence, return`: f_return;"
     " `fresh`: influence on 128 fresh answers, as the authors' scripts, so that no record counts for itself; `random`: as many dropped"
     " at random; `reward`: as many, half of them of the highest rewards and half of the lowest. The model is built once: `python"
-    " ppo_iif_rlhf.py --prepare`.",
+    " -m benchmarks.reproduce.rlhf_tiny`.",
     [
         Entry(
             "reviews",

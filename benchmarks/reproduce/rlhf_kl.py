@@ -75,10 +75,19 @@ def tables(data):
     columns = ["", "KL penalty", "seeds", "KL", "held-out reward", "second classifier"]
     columns += ["reward above none at equal KL [95%]", "classifier above none at equal KL [95%]", "dropped, %"]
     text = (
-        "Means of the last five rounds, mean ± SE over seeds. Above none at equal KL: over all the arm's points within the range of"
-        " plain PPO's curve of the same seed, where all coefficients of both are in."
+        "Means of the last five rounds, mean ± SE over seeds. Above none at equal KL: over those of the arm's points that are in"
+        " and within the range of plain PPO's curve of the same seed."
     )
     return [text, table(columns, rows)]
+
+
+def state(results):
+    """How many of the runs are in, and how far each arm is above plain PPO at equal KL; for docs/language-models.md."""
+    data, wanted = load(SUITE, results), SUITE.runs()
+    found, all_of_arm = frontier(data), len(COEFS) * SUITE.entries[0].seeds
+    counts = {arm: sum(map(len, coefs.values())) for arm, coefs in found.items()}
+    parts = [f"{arm}: {count} of {all_of_arm}" for arm, count in counts.items()]
+    return f"**{sum(counts.values())} of {len(wanted)} runs are in** ({'; '.join(parts)}).\n\n{tables(data)[1]}"
 
 
 def draw(suite, results):
