@@ -375,4 +375,4 @@ def test_turns_times_every_method_beside_the_update(run, tmp_path):
     with open(tmp_path / "seconds.csv") as file:
         assert {row["turns"] for row in csv.DictReader(file)} == {"1"}
     attribution.main(attribution.Args((str(run),), halves=5, out=str(tmp_path)))
-    assert "| in updates |" in attribution.tables(tmp_path)
+    assert "| CPU seconds | in updates |" in attribution.tables(tmp_path)

@@ -294,15 +294,14 @@ def against_tracin(rows):
 
 def tables(folder):
     """Markdown, from the CSVs: a table an environment, of means and 95% intervals over the rounds of all seeds; then one of the
-    differences to TracIn over all."""
+    differences to TracIn over all, and what each method costs."""
     rows, text = read_csv(Path(folder) / "attribution.csv"), []
-    spent = {(row["env"], row["method"]): row for row in read_csv(Path(folder) / "seconds.csv")}
     for env, mine in environments(rows).items():
         pairs = sorted({(int(row["seed"]), int(row["round"])) for row in mine})
         shown = [c for c in SHOWN if any(row[c] for row in mine)]
         one = [row for row in mine if row["method"] == "TracIn"]
-        about = f"{env}: seeds {', '.join(map(str, sorted({s for s, _ in pairs})))}, rounds "
-        about += f"{', '.join(map(str, sorted({k for _, k in pairs})))}; {mine[0]['halves']} halves."
+        seeds = [f"{s} (rounds {', '.join(str(k) for of, k in pairs if of == s)})" for s in sorted({s for s, _ in pairs})]
+        about = f"{env}: seeds {', '.join(seeds)}; {mine[0]['halves']} halves."
         about += f" Agreement of the rounds' halves {np.mean([float(row['agreement']) for row in one]):.2f}"
         reliable = [float(row["reliability"]) for row in one if row["reliability"] not in ("", "nan")]
         if reliable:
@@ -318,13 +317,14 @@ def tables(folder):
             for column in shown:
                 mean, half = interval(values(mine, method, column)) if values(mine, method, column) else (np.nan, np.nan)
                 cells.append(f"{mean:.2f}" + (f" ± {half:.2f}" if half == half else ""))
-            if spent:
-                cost = spent.get((env, method), {"seconds": "", "updates": ""})
-                cells += [cost["seconds"], cost["updates"]]
             lines.append([method.replace("|", "\\|"), *cells])
-        header = ["method", *(SHOWN[c] for c in shown), *(["seconds", "in updates"] if spent else [])]
-        text.append(f"**{about}.**\n\n" + table(header, lines))
+        text.append(f"**{about}.**\n\n" + table(["method", *(SHOWN[c] for c in shown)], lines))
     text.append("**Truer than TracIn?** All environments, the script's own update.\n\n" + against_tracin(rows))
+    spent = read_csv(Path(folder) / "seconds.csv")
+    for env, mine in environments(spent).items():
+        about = f"**What each costs, {env}, round {mine[0]['round']}, {mine[0]['turns']} turns.**"
+        lines = [[row["method"].replace("|", "\\|"), row["seconds"], row["updates"]] for row in mine]
+        text.append(f"{about}\n\n" + table(["method", "CPU seconds", "in updates"], lines))
     one = [row for row in rows if row["method"] == "TracIn"]
     foretold = spearman(*([float(row[c]) for row in one] for c in ("agreement", "renormalised f_return held-out")))
     text.append(
