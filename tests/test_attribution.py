@@ -28,13 +28,13 @@ class Agent(nn.Module):
         self.double()
 
     def get_logprob(self, x, action):
-        return self.get_action_and_value(x, action)[1]
+        return self.get_logprob_entropy_value(x, action)[0]
 
-    def get_action_and_value(self, x, action):
+    def get_logprob_entropy_value(self, x, action):
         hidden = self.body(x)
         logprobs = self.actor(hidden).log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return action, logprobs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, self.critic(hidden)
+        return logprobs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, self.critic(hidden)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def by_hand(agent, batch, minibatches, args, lr, weights, optimizer="sgd", state
             optimizer.load_state_dict(copy.deepcopy(state))
     for inds in minibatches:
         mb = {name: x[inds] for name, x in batch.items()}
-        _, logprob, entropy, value = agent.get_action_and_value(mb["obs"], mb["actions"])
+        logprob, entropy, value = agent.get_logprob_entropy_value(mb["obs"], mb["actions"])
         ratio, value = (logprob - mb["logprobs"]).exp(), value[:, 0]
         a = (mb["advantages"] - mb["advantages"].mean()) / (mb["advantages"].std() + 1e-8)
         policy = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
@@ -343,3 +343,36 @@ def test_another_round_is_another_and_the_policys_own(run):
 def test_interval_by_hand():
     mean, half = attribution.interval([1.0, 2.0, 3.0])
     assert mean == 2 and half == pytest.approx(4.303 / np.sqrt(3), rel=1e-3)  # t of two degrees of freedom
+
+
+def test_differences_to_tracin_are_paired_by_round_and_averaged_by_run():
+    def row(run, k, method, value):
+        return {"run": run, "round": str(k), "method": method} | dict.fromkeys(attribution.TRUTHS, value)
+
+    # run a: +0.1 and +0.3, so +0.2; run b: 0, and a round that says nothing; x in one run only has no interval
+    rows = [
+        row("a", 1, "TracIn", "0.5"),
+        row("a", 2, "TracIn", "0.1"),
+        row("b", 1, "TracIn", "0.2"),
+        row("b", 2, "TracIn", ""),
+    ]
+    rows += [row("a", 1, "m", "0.6"), row("a", 2, "m", "0.4"), row("b", 1, "m", "0.2"), row("b", 2, "m", "nan")]
+    lines = attribution.against_tracin([*rows, row("a", 1, "x", "0.9")]).splitlines()
+    half = 12.706 * np.std([0.2, 0.0], ddof=1) / np.sqrt(2)  # t of one degree of freedom
+    assert lines[2:] == ["| m |" + f" +0.10 ± {half:.2f} (2) |" * 4, "| x |" + " – (1) |" * 4]
+
+
+def test_turns_times_every_method_beside_the_update(run, tmp_path):
+    attribution.main(attribution.Args((str(run),), turns=2, out=str(tmp_path)))
+    with open(tmp_path / "seconds.csv") as file:
+        rows = {row["method"]: row for row in csv.DictReader(file)}
+    snapshot = snapshots.load(run, 2)
+    names, _ = attribution.table_of_methods(snapshot, snapshot.batch, snapshot.batch, 0)
+    assert list(rows) == ["the update", *names] and float(rows["the update"]["updates"]) == 1
+    assert all(float(row["seconds"]) >= 0 and row["turns"] == "2" for row in rows.values())
+    assert not (tmp_path / "attribution.csv").exists()
+    attribution.main(attribution.Args((str(run),), turns=1, out=str(tmp_path)))  # again: in place of those
+    with open(tmp_path / "seconds.csv") as file:
+        assert {row["turns"] for row in csv.DictReader(file)} == {"1"}
+    attribution.main(attribution.Args((str(run),), halves=5, out=str(tmp_path)))
+    assert "| CPU seconds | in updates |" in attribution.tables(tmp_path)

@@ -11,9 +11,12 @@ update
 and the target is f_return or PPO's clipped surrogate, on the round itself, on a held-out round of the same policy theta(k),
 and (--episodes) the mean return of fresh episodes, the same seeds for every half; on FrozenLake the exact expectation.
 `reliability` is the Spearman correlation of that return over every other episode with that over the rest: near zero, the
-return cannot tell the halves apart, and nor can any score. Seconds are of each method as called, with nothing shared. Writes
-attribution.csv, one row a method and round, and attribution.png, in the folder of --out (default: explain/ in the first run);
-rounds that are in the CSV are not done again.
+return cannot tell the halves apart, and nor can any score. Writes attribution.csv, one row a method and round, and
+attribution.png, in the folder of --out (default: explain/ in the first run); rounds that are in the CSV are not done again.
+
+With --turns it times instead: in each turn the round's own update and every method once, as called, with nothing shared, in
+seconds of this process on the CPU (what else runs on the machine counts little). Writes seconds.csv: medians over the turns,
+and of the ratio to the update of the same turn.
 """
 
 import sys
@@ -51,7 +54,8 @@ SHOWN = {  # those in the tables
     "renormalised surrogate held-out": "surrogate, held-out",
     "renormalised return": "return",
 }
-COLUMNS = ("run", "env", "seed", "round", "halves", "episodes", "agreement", "reliability", "method", "seconds", *TRUTHS)
+COLUMNS = ("run", "env", "seed", "round", "halves", "episodes", "agreement", "reliability", "method", *TRUTHS)
+COSTS = ("run", "env", "round", "turns", "method", "seconds", "updates")
 
 
 @dataclass
@@ -64,6 +68,8 @@ class Args:
     """random halves of the round to train on"""
     episodes: int = 0
     """estimate the return after each half's update by so many fresh episodes (0: not at all); on FrozenLake it is exact"""
+    turns: int = 0
+    """time the methods in so many turns, instead of asking how true they are"""
     any_version: bool = False
     """open snapshots also where the environment's packages have other versions"""
     out: str | None = None
@@ -192,12 +198,38 @@ def agreement(agent, batch):
     return torch.nn.functional.cosine_similarity(a, b, dim=0).item()
 
 
+def round_and_others(snapshot):
+    """The round and two others of its policy, of which the first is for the methods and the second is held out."""
+    columns = ("obs", "actions", "logprobs", "advantages", "returns", "values")
+    found = (snapshot.batch, *(another_round(snapshot, snapshot.agent(), i) for i in range(2)))
+    return [{name: batch[name] for name in columns} for batch in found]
+
+
+def environment(args):
+    return args.env_id + (", Adam" if args.optimizer == "adam" else "")
+
+
+def costs(run, snapshot, turns):
+    """Rows of seconds.csv: what each method takes, all of them and the update taking turns."""
+    batch, fresh, _ = round_and_others(snapshot)
+    ways, _ = table_of_methods(snapshot, batch, fresh, 0)
+    ways = {"the update": lambda: snapshot.update(torch.arange(len(batch["obs"])))} | ways
+    seconds = {name: [] for name in ways}
+    for _ in range(turns):
+        for name, method in ways.items():
+            before = time.process_time()
+            method()
+            seconds[name].append(time.process_time() - before)
+    for name, mine in seconds.items():
+        ratio = np.median(np.array(mine) / np.array(seconds["the update"]))
+        about = (Path(run).name, environment(snapshot.args), snapshot.round, turns, name)
+        yield [*map(str, about), f"{np.median(mine):.3g}", f"{ratio:.3g}"]
+
+
 def attribute(run, snapshot, halves, episodes):
     """Rows of one round, one a method."""
     args, agent, derive_seed = snapshot.args, snapshot.agent(), snapshot.script.derive_seed
-    columns = ("obs", "actions", "logprobs", "advantages", "returns", "values")
-    batch = {name: snapshot.batch[name] for name in columns}
-    fresh, held_out = ({name: another_round(snapshot, agent, i)[name] for name in columns} for i in range(2))
+    batch, fresh, held_out = round_and_others(snapshot)
     seed, n = derive_seed(args.seed, 8, snapshot.round + 1), len(batch["advantages"])
     generator = torch.Generator().manual_seed(seed)
     weights = torch.zeros(halves, n)
@@ -205,14 +237,19 @@ def attribute(run, snapshot, halves, episodes):
         row[torch.randperm(n, generator=generator)[: n // 2]] = 1
     ways, update = table_of_methods(snapshot, batch, fresh, seed)
     truth, reliability = truths(snapshot, batch, held_out, update, weights, episodes)
-    env = args.env_id + (", Adam" if args.optimizer == "adam" else "")
-    about = (Path(run).name, env, args.seed, snapshot.round, halves, episodes, agreement(agent, batch), reliability)
+    about = (
+        Path(run).name,
+        environment(args),
+        args.seed,
+        snapshot.round,
+        halves,
+        episodes,
+        agreement(agent, batch),
+        reliability,
+    )
     for name, method in ways.items():
-        before = time.perf_counter()
-        scores = method().detach()
-        seconds = time.perf_counter() - before
-        sums = (weights.double() @ scores.double()).numpy()
-        yield (*about, name, seconds, *("" if truth[c] is None else spearman(sums, truth[c]) for c in TRUTHS))
+        sums = (weights.double() @ method().detach().double()).numpy()
+        yield (*about, name, *("" if truth[c] is None else spearman(sums, truth[c]) for c in TRUTHS))
 
 
 def interval(x):
@@ -230,15 +267,41 @@ def values(rows, method, column):
     return [float(row[column]) for row in rows if row["method"] == method and row[column] not in ("", "nan")]
 
 
+def against_tracin(rows):
+    """Markdown: how much truer than TracIn each method is. Differences in the same round; their mean in each run, as rounds of
+    a run are not independent; over the runs of all environments, mean and 95% interval."""
+    shown = ("renormalised f_return round", "renormalised f_return held-out", "renormalised surrogate held-out")
+    shown += ("renormalised return",)
+    tracin, lines = {(row["run"], row["round"]): row for row in rows if row["method"] == "TracIn"}, []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        cells = []
+        for column in shown:
+            found = {}
+            for row in rows:
+                other = tracin[row["run"], row["round"]]
+                if row["method"] == method and not {row[column], other[column]} & {"", "nan"}:
+                    found.setdefault(row["run"], []).append(float(row[column]) - float(other[column]))
+            if len(found) < 2:
+                cells.append(f"– ({len(found)})")
+                continue
+            mean, half = interval([np.mean(x) for x in found.values()])
+            cells.append(f"{mean:+.2f} ± {half:.2f} ({len(found)})")
+        if method != "TracIn":
+            lines.append([method.replace("|", "\\|"), *cells])
+    header = ["method minus TracIn (runs)", "f_return, round", "f_return, held-out", "surrogate, held-out", "return"]
+    return table(header, lines)
+
+
 def tables(folder):
-    """Markdown, from the CSV: a table an environment, of means and 95% intervals over the rounds of all seeds."""
+    """Markdown, from the CSVs: a table an environment, of means and 95% intervals over the rounds of all seeds; then one of the
+    differences to TracIn over all, and what each method costs."""
     rows, text = read_csv(Path(folder) / "attribution.csv"), []
     for env, mine in environments(rows).items():
         pairs = sorted({(int(row["seed"]), int(row["round"])) for row in mine})
         shown = [c for c in SHOWN if any(row[c] for row in mine)]
         one = [row for row in mine if row["method"] == "TracIn"]
-        about = f"{env}: seeds {', '.join(map(str, sorted({s for s, _ in pairs})))}, rounds "
-        about += f"{', '.join(map(str, sorted({k for _, k in pairs})))}; {mine[0]['halves']} halves."
+        seeds = [f"{s} (rounds {', '.join(str(k) for of, k in pairs if of == s)})" for s in sorted({s for s, _ in pairs})]
+        about = f"{env}: seeds {', '.join(seeds)}; {mine[0]['halves']} halves."
         about += f" Agreement of the rounds' halves {np.mean([float(row['agreement']) for row in one]):.2f}"
         reliable = [float(row["reliability"]) for row in one if row["reliability"] not in ("", "nan")]
         if reliable:
@@ -254,9 +317,14 @@ def tables(folder):
             for column in shown:
                 mean, half = interval(values(mine, method, column)) if values(mine, method, column) else (np.nan, np.nan)
                 cells.append(f"{mean:.2f}" + (f" ± {half:.2f}" if half == half else ""))
-            seconds = np.median(values(mine, method, "seconds"))
-            lines.append([method.replace("|", "\\|"), *cells, f"{seconds:.2g}"])
-        text.append(f"**{about}.**\n\n" + table(["method", *(SHOWN[c] for c in shown), "seconds"], lines))
+            lines.append([method.replace("|", "\\|"), *cells])
+        text.append(f"**{about}.**\n\n" + table(["method", *(SHOWN[c] for c in shown)], lines))
+    text.append("**Truer than TracIn?** All environments, the script's own update.\n\n" + against_tracin(rows))
+    spent = read_csv(Path(folder) / "seconds.csv")
+    for env, mine in environments(spent).items():
+        about = f"**What each costs, {env}, round {mine[0]['round']}, {mine[0]['turns']} turns.**"
+        lines = [[row["method"].replace("|", "\\|"), row["seconds"], row["updates"]] for row in mine]
+        text.append(f"{about}\n\n" + table(["method", "CPU seconds", "in updates"], lines))
     one = [row for row in rows if row["method"] == "TracIn"]
     foretold = spearman(*([float(row[c]) for row in one] for c in ("agreement", "renormalised f_return held-out")))
     text.append(
@@ -300,6 +368,16 @@ def plot(folder):
 def main(args):
     todo = {} if args.plot else {run: snapshots.chosen(run, args.round) for run in args.runs}
     folder = snapshots.folder(args.runs[0] if args.runs else ".", args.out)
+    if args.turns:
+        rows = read_csv(folder / "seconds.csv")
+        for run in todo:
+            for k in todo[run]:
+                new = list(costs(run, snapshots.load(run, k, args.any_version), args.turns))
+                kept = [list(row.values()) for row in rows if (row["run"], row["round"]) != (new[0][0], str(k))]
+                write_csv(folder / "seconds.csv", COSTS, kept + new)
+                rows = read_csv(folder / "seconds.csv")
+                print(table(list(COSTS), new), flush=True)
+        return
     path = folder / "attribution.csv"
     rows = read_csv(path)
     if args.plot and not rows:
@@ -314,7 +392,7 @@ def main(args):
             rows = [row for row in rows if row not in mine]
             rows += [{c: f"{x:.4g}" if isinstance(x, float) else str(x) for c, x in zip(COLUMNS, row)} for row in new]
             write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows])
-            print(f"{run}, round {k}: " + ", ".join(f"{r[8]} {r[10]:.2f} {r[11]:.2f}" for r in new), flush=True)
+            print(f"{run}, round {k}: " + ", ".join(f"{r[8]} {r[9]:.2f} {r[10]:.2f}" for r in new), flush=True)
     print(tables(folder))
     plot(folder)
 
@@ -325,6 +403,8 @@ if __name__ == "__main__":
         sys.exit("which run? give the folder of one or more")
     if args.halves < 3:
         sys.exit(f"--halves must be at least 3, got {args.halves}")
+    if args.turns < 0:
+        sys.exit(f"--turns must be 0 (none) or more, got {args.turns}")
     if args.episodes == 1 or args.episodes < 0:
         sys.exit(f"--episodes must be 0 (no return) or at least 2, got {args.episodes}")
     main(args)

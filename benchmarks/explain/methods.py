@@ -135,10 +135,7 @@ class RecordLosses(nn.Module):
 
     def forward(self, obs, actions, logprobs, normalized, returns, values):
         clip = self.args.clip_coef
-        if hasattr(self.agent, "get_logprob_entropy_value"):
-            logprob, entropy, value = self.agent.get_logprob_entropy_value(obs, actions)
-        else:
-            _, logprob, entropy, value = self.agent.get_action_and_value(obs, actions)
+        logprob, entropy, value = self.agent.get_logprob_entropy_value(obs, actions)
         ratio, value = (logprob - logprobs).exp(), value.view(-1)
         v_loss = (value - returns).square()
         if self.args.clip_vloss:

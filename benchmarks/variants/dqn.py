@@ -18,7 +18,7 @@ from benchmarks.files import RESULTS, ROOT, pyplot, read_csv, save_small, table,
 
 FOLDER = RESULTS / "dqn"
 SEEDS = range(101, 106)
-STEPS = {"CartPole-v1": 20_000, "Acrobot-v1": 20_000}  # of the training environment
+STEPS = {"CartPole-v1": 20_000, "Acrobot-v1": 50_000}  # of the training environment
 ARMS = {"plain": "none", "plain, as many more steps": "none", "influence": "influence", "random": "random"}
 COLUMNS = ("env", "arm", "seed", "training_steps", "environment_steps", "eval_return")
 LINE = re.compile(r"global_step=(\d+), environment_steps=(\d+), eval_return=(\S+)")
