@@ -22,6 +22,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,6 +107,9 @@ class Args:
     filter_of: Literal["negative", "all"] = "negative"  # what filter_percent counts: the records with a negative score, or all
     filter_when: Literal["signal", "always"] = "signal"
     """signal leaves a round whole if all its rewards are equal and so are its episodes' returns; always is the paper's rule"""
+    score_bfloat16: bool = False
+    """compute the scores in bfloat16: in little more than half the time on processors that have it, and the filter's choice changes
+    for about one record in a thousand"""
     eval_episodes: int = 0
     """evaluate the policy of every round over so many episodes of sampled actions, in environments of their own (0: never);
     where the environment has no time limit, an episode is cut after 27,000 steps"""
@@ -239,9 +243,9 @@ def score(agent, batch, args, generator):
 
     inds = torch.randperm(args.batch_size, generator=generator)
     size = args.minibatch_size if args.norm_adv else 1  # alone in its minibatch, a record is not normalised
-    return return_influence(
-        agent, logprob, batch["advantages"], minibatch_size=size, inds=inds, chunk_size=128, forward_mode=True
-    )
+    with torch.autocast(batch["obs"].device.type, torch.bfloat16, enabled=args.score_bfloat16):
+        advantages, ways = batch["advantages"], {"chunk_size": 128, "forward_mode": True}
+        return return_influence(agent, logprob, advantages, minibatch_size=size, inds=inds, **ways)
 
 
 def tells_apart(batch, episodes, args):
@@ -422,7 +426,8 @@ def check_args(args):
     snapshot_rounds(args)
     if args.envpool:
         need(find_spec("envpool"), "--envpool: it is not installed; pip install envpool==1.2.5")
-        for name, other in (("env_kwargs", "{}"), ("capture_video", False), ("vectorization", "sync"), ("snapshot_rounds", "")):
+        others = {"env_kwargs": "{}", "capture_video": False, "vectorization": "sync", "snapshot_rounds": ""}
+        for name, other in others.items():
             need(getattr(args, name) == other, f"--envpool goes without --{name.replace('_', '-')}; leave one of them out")
         need(game(args.env_id), f"--envpool has no --env-id {args.env_id}; it has NameNoFrameskip-v4 and ALE/Name-v5")
     if args.filter not in ("influence", "random", "none"):
@@ -520,9 +525,9 @@ class EnvPool(gym.vector.VectorEnv):
         import envpool
 
         self.close()  # it takes a seed only where it makes its games, and game i has seed + i
-        sizes = {"num_envs": self.num_envs, "num_threads": min(self.num_envs, os.cpu_count()), "seed": derive_seed(seed) % 2**31}
+        sizes = {"num_envs": self.num_envs, "num_threads": min(self.num_envs, os.cpu_count())}
         rules = {"episodic_life": True, "use_fire_reset": True, "repeat_action_probability": self.sticky}
-        self.pool = envpool.make_gymnasium(game(self.args.env_id), **sizes, **rules)
+        self.pool = envpool.make_gymnasium(game(self.args.env_id), seed=derive_seed(seed) % 2**31, **sizes, **rules)
         self.returns = np.zeros(self.num_envs)
         return self.pool.reset()[0], {}
 
@@ -627,7 +632,9 @@ def log_round(writer, args, run, episodes, numbers):
         writer.add_scalar("charts/episodic_length", episodic_length, step)
     for name, value in numbers.items():
         writer.add_scalar(name, value, run.global_step)
-    print("SPS:", numbers["charts/SPS"])
+    seconds = (args.num_iterations * args.batch_size - run.global_step) / max(1, numbers["charts/SPS"])
+    left = f"({run.iteration} of {args.num_iterations} rounds, {timedelta(seconds=int(seconds))} left)"
+    print("SPS:", numbers["charts/SPS"], *([left] if sys.stdout.isatty() else []))
 
 
 def log_evaluation(writer, args, run, agent, envs):

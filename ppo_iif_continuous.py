@@ -23,6 +23,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -607,7 +608,9 @@ def log_round(writer, args, run, episodes, numbers):
         writer.add_scalar("charts/episodic_length", episodic_length, step)
     for name, value in numbers.items():
         writer.add_scalar(name, value, run.global_step)
-    print("SPS:", numbers["charts/SPS"])
+    seconds = (args.num_iterations * args.batch_size - run.global_step) / max(1, numbers["charts/SPS"])
+    left = f"({run.iteration} of {args.num_iterations} rounds, {timedelta(seconds=int(seconds))} left)"
+    print("SPS:", numbers["charts/SPS"], *([left] if sys.stdout.isatty() else []))
 
 
 def log_evaluation(writer, args, run, agent, envs):

@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,3 +45,15 @@ def test_an_ended_process_where_the_system_does_not_tell(monkeypatch):
     monkeypatch.delattr("os.wait4")
     status, cpu_seconds, peak = files.ended(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
     assert status == 3 and cpu_seconds != cpu_seconds and peak != peak
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_training_run_tells_the_time_left_on_a_terminal(monkeypatch, capsys, terminal):
+    import ppo_iif
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    args = ppo_iif.Args(num_steps=500, total_timesteps=5999)  # 11 rounds
+    run = SimpleNamespace(global_step=1500, iteration=3)
+    writer = SimpleNamespace(add_scalar=lambda *row: None)
+    ppo_iif.log_round(writer, args, run, [], {"charts/SPS": 50})
+    assert capsys.readouterr().out == "SPS: 50" + " (3 of 11 rounds, 0:01:20 left)" * terminal + "\n"

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -68,3 +69,15 @@ def test_environments_side_by_side_give_the_same_rounds(script):
     (sync, episodes), (side_by_side, same) = rounds.values()
     assert episodes == same and sync.keys() == side_by_side.keys()
     assert [name for name in sync if not torch.equal(sync[name], side_by_side[name])] == []
+
+
+def test_scores_in_bfloat16():
+    """By the same fast way, with the error of bfloat16."""
+    s = stage(SCRIPTS[3]).moved()
+    batch, scores = s.round(), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for s.args.score_bfloat16 in (False, True):
+            scores.append(s.stages.score(s.agent, batch, s.args, generator()))
+    exact, coarse = scores
+    assert 0 < (exact - coarse).abs().max() < 0.05 * exact.abs().max()

@@ -27,11 +27,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
-from scipy import stats
 
 from benchmarks.explain import methods, snapshots
 from benchmarks.explain.snapshots import save_figure, spearman
 from benchmarks.files import pyplot, read_csv, table, write_csv
+from benchmarks.reproduce import metrics
 from iif_core import target_gradient
 
 TRUTHS = (
@@ -254,8 +254,8 @@ def attribute(run, snapshot, halves, episodes):
 
 def interval(x):
     """Mean and half the width of its 95% t interval."""
-    x = np.asarray(x, dtype=float)
-    return x.mean(), stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5 if len(x) > 1 else float("nan")
+    mean, _, half = metrics.t_interval(x)
+    return mean, half
 
 
 def environments(rows):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import tyro
-from scipy import stats
 
 from benchmarks.files import RESULTS, ROOT, pyplot, read_csv, save_small, table, write_csv
+from benchmarks.reproduce import metrics
 
 FOLDER = RESULTS / "dqn"
 SEEDS = range(101, 106)
@@ -58,7 +58,8 @@ def by_run(rows, env):
 
 
 def interval(x):
-    return f"{np.mean(x):.1f} ± {stats.t.ppf(0.975, len(x) - 1) * np.std(x, ddof=1) / len(x) ** 0.5:.1f}"
+    mean, _, half = metrics.t_interval(x)
+    return f"{mean:.1f} ± {half:.1f}"
 
 
 def results(rows):
@@ -100,7 +101,7 @@ def plot(rows):
             first = next(iter(runs))
             x = [int(r["environment_steps"]) for r in rows if (r["env"], r["arm"], r["seed"]) == (env, arm, first)]
             y = np.array(list(runs.values()))
-            half = stats.t.ppf(0.975, len(y) - 1) * y.std(0, ddof=1) / len(y) ** 0.5 if len(y) > 1 else 0
+            half = metrics.t_quantile(len(y) - 1) * y.std(0, ddof=1) / len(y) ** 0.5 if len(y) > 1 else 0
             (line,) = ax.plot(x, y.mean(0), label=arm)
             ax.fill_between(x, y.mean(0) - half, y.mean(0) + half, color=line.get_color(), alpha=0.15, lw=0)
         ax.set(xlabel="environment steps, fresh ones counted", ylabel="return of the greedy policy", title=f"DQN, {env}")
