@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.explain.snapshots import spearman
 from benchmarks.files import read_csv, table
-from benchmarks.reproduce import fixed_reference, metrics, pages
+from benchmarks.reproduce import fixed_reference, metrics, pages, tuned
 from benchmarks.reproduce.paper import PAPER
 from benchmarks.reproduce.suites import SUITES
 
@@ -297,6 +297,14 @@ def when(results):
         row("LunarLander, Adam", "adam", "LunarLander"),
         row("BipedalWalker, Adam (the paper's setting)", "fig6", "BipedalWalker"),
     ]
+    for name, arms in d["tuned"].items():
+        gains = tuned.paired(arms, "influence", "none", tuned.area)
+        if len(gains) == tuned.TEST_SEEDS:
+            mean, _, half = metrics.t_interval(gains)
+            said = "yes" if mean > half else "no" if mean < -half else "not shown"
+            cell = f"{pages.interval(gains, 2)} ({len(gains)} seeds)"
+            link = "[tuned](benchmarks/results/tuned/README.md)"
+            rows.append([f"{name}, Adam, a published setting, each arm at its own best rate", cell, said, link])
     runs = d["rlhf"]
     if runs:
         from benchmarks.reproduce.rlhf import column

@@ -144,10 +144,11 @@ RULES = {  # {stage: function of the script that gives what replaces it}
     "least-advantage": least("advantages"),
 }
 
+PARSER = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+PARSER.add_argument("--script", required=True)
+PARSER.add_argument("--rule", required=True, choices=list(RULES))
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--script", required=True)
-    parser.add_argument("--rule", required=True, choices=list(RULES))
-    own, sys.argv[1:] = parser.parse_known_args()
+    own, sys.argv[1:] = PARSER.parse_known_args()
     script = importlib.import_module(own.script)
     train(script, own.rule, **{stage: make(script) for stage, make in RULES[own.rule].items()})
