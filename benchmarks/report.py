@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from benchmarks.cost import atari, compiling, scaling, scoring, throughput
+from benchmarks.cost import atari, compiling, environments, scaling, scoring, throughput
 from benchmarks.explain import attribution, intervene, local_check, records
 from benchmarks.files import RESULTS, ROOT
 from benchmarks.reproduce import fixed_reference, learning, rlhf_controller, rlhf_kl, summary
@@ -31,6 +31,7 @@ PAGES |= {  # page: {block: (results) -> its Markdown}
         "compared": lambda results: throughput.compared(results / "cost" / "throughput.csv"),
         "compiling": lambda results: compiling.table(results / "cost" / "compiling.csv"),
         "scaling": lambda results: scaling.table(results / "cost" / "scaling.csv"),
+        "environments": lambda results: environments.table(results / "cost" / "environments.csv"),
         "atari": lambda results: atari.table(results / "cost" / "atari.csv"),
     },
     "highway": {"tables": lambda results: envpool_highway.table(results / "highway")},

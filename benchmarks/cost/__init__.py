@@ -5,6 +5,7 @@ throughput.py          whole rounds of the training scripts, against plain_ppo.p
 compiling.py           whether --compile pays within a default run
 scaling.py             the stages of a round as records, width and environments grow
 atari.py               scoring Atari's network: modes, chunk sizes, bfloat16
+environments.py        Atari's environments: one after the other, in processes, in envpool
 cleanrl.py             CleanRL's own scripts, run under today's Gymnasium, for throughput.py
 rlhf_memory.py         the memory of ppo_iif_rlhf.py, predicted and measured
 """

@@ -43,7 +43,7 @@ class Args:
 def heads(agent, width):
     """Give the agent's networks hidden layers of this width."""
     for name, std in (("actor", 0.01), ("critic", 1.0)):
-        first, *_, last = [layer for layer in getattr(agent, name) if isinstance(layer, nn.Linear)]
+        first, *_, last = (layer for layer in getattr(agent, name) if isinstance(layer, nn.Linear))
         sizes = (first.in_features, width, width)
         layers = [m for i, o in zip(sizes, sizes[1:]) for m in (ppo_iif.layer_init(nn.Linear(i, o)), nn.Tanh())]
         setattr(agent, name, nn.Sequential(*layers, ppo_iif.layer_init(nn.Linear(width, last.out_features), std)))
