@@ -23,6 +23,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -294,11 +295,10 @@ def to_do(queue, results):
 
 
 def main(args):
-    try:
-        import filelock  # noqa: F401
-        from tqdm import tqdm
-    except ImportError:
+    if not (find_spec("tqdm") and find_spec("filelock")):
         sys.exit("benchmarks.run needs tqdm and filelock: pip install -r requirements-benchmarks.txt")
+    from tqdm import tqdm
+
     for name, value in (("--seeds", args.seeds), ("--workers", args.workers), ("--rounds", args.rounds)):
         if value is not None and value < 1:
             sys.exit(f"{name} must be at least 1, got {value}")
