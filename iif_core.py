@@ -194,7 +194,9 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
         for gradient in gradients:
             _add(total, gradient)
         direction = _complete("logprob", total, params)
-        square = _dot(total, total)  # the direction is the mean of A_i grad log pi_i, so this is known twice
+        square = _dot(
+            total, total
+        )  # the direction is the mean of A_i grad log pi_i, so sum_i A_i/n product_i is |direction|^2
         # Where probabilities round to one their gradients are lost: the rounding error, relative to what is left of them.
         left = (advantages.abs() * logprobs.expm1().abs().clamp(max=1)).sum() / advantages.abs().sum()
         rounding = float(max(torch.finfo(logprobs.dtype).eps, _precision(agent)) / left)
@@ -436,10 +438,10 @@ def _consistency(gradients, sizes):
 
 
 def _undisturbed(agent, probe, compute):
-    """compute() with `agent` in evaluation mode, eager, with gradients, on copies of its buffers; then all is put back.
+    """compute() with `agent` in evaluation mode, compiled code switched off, with gradients, on copies of its buffers; then all is put back.
 
-    Where random numbers were drawn or buffers or attributes changed, probe() must still give the same value twice, or there is no one
-    function to differentiate: then ValueError.
+    Where random numbers were drawn or buffers or attributes changed, probe() must still give the same value twice, or there is no
+    one function to differentiate: then ValueError.
     """
     kept = [(m, m.training, dict(vars(m))) for m in agent.modules()]
     kept_dicts = [(d, dict(d)) for _, _, attributes in kept for d in attributes.values() if isinstance(d, dict)]
@@ -488,8 +490,8 @@ def _undisturbed(agent, probe, compute):
                 with torch.no_grad():
                     _require(
                         not changed() or torch.equal(probe(), probe()),
-                        "the closure gives another value at each call (random numbers, or a buffer or attribute that it updates): make it"
-                        " deterministic in evaluation mode, e.g. F.dropout(x, training=self.training), a stored action",
+                        "the closure gives another value at each call (random numbers, or a buffer or attribute that it updates): make"
+                        " it deterministic in evaluation mode, e.g. F.dropout(x, training=self.training), a stored action",
                     )
                 return result
         finally:

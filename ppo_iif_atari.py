@@ -269,7 +269,8 @@ def select(batch, args, generator):
         good = chosen.shape == (n,) and chosen.isfinite().all() and chosen.min() >= 0 and chosen.sum() > 0
     else:
         good = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1 and chosen.min() >= 0 and chosen.max() < n
-    kinds = f"indices of records, or one finite non-negative weight for each of the {n} records, not all zero"
+        good = good and len(chosen.unique()) == len(chosen)  # a mask of 0 and 1 is refused, too
+    kinds = f"distinct indices of records, or one finite non-negative weight for each of the {n} records, not all zero"
     need(good, f"--filter {args.filter} must return {kinds}; got {chosen.dtype} {list(chosen.shape)}")
     return chosen
 

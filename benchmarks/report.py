@@ -5,6 +5,7 @@ that is not there yet is begun. Two more are `benchmarks`, benchmarks/README.md,
 and says of how many seeds it is. What the numbers mean: reproduce/metrics.py.
 """
 
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -89,6 +90,8 @@ def draw(page, results=RESULTS):
 class Args:
     pages: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """pages to make (default: all)"""
+    results: Path = RESULTS
+    """folder of the results, with the page of each suite"""
 
 
 if __name__ == "__main__":
@@ -98,8 +101,8 @@ if __name__ == "__main__":
     if not find_spec("rliable"):
         sys.exit("benchmarks.report needs rliable: pip install -r requirements-benchmarks.txt")
     for page in args.pages or PAGES:
-        draw(page)
-        text = filled(page)
-        Path(path_of(page)).parent.mkdir(parents=True, exist_ok=True)
-        path_of(page).write_text(text)
-        print(f"written to {path_of(page).relative_to(ROOT)}", flush=True)
+        draw(page, args.results)
+        path, text = path_of(page, args.results), filled(page, args.results)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        print(f"written to {os.path.relpath(path)}", flush=True)

@@ -993,7 +993,7 @@ def test_a_filter_of_ones_own(one, tmp_path):
 @pytest.mark.parametrize(
     "rule",
     [
-        *("one_weight_too_few", "negative_weight", "nan_weight", "zero_weights", "mask", "bytes_mask"),
+        *("one_weight_too_few", "negative_weight", "nan_weight", "zero_weights", "mask", "number_mask", "bytes_mask"),
         *("out_of_range", "negative_index", "two_dimensional", "one_number"),
     ],
 )

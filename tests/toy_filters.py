@@ -65,6 +65,10 @@ def mask(batch):
     return batch["scores"] > 0
 
 
+def number_mask(batch):
+    return mask(batch).long()
+
+
 def bytes_mask(batch):
     return (batch["scores"] > 0).to(torch.uint8)
 

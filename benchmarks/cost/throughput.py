@@ -6,7 +6,7 @@ in turn, `--repeats` times. Seconds are those of whole rounds, evaluation off, t
 (imports). Ratios are taken within a repeat, so that a machine whose speed drifts does not favour anyone; their median is
 reported. With `--cleanrl PATH`, a checkout of CleanRL, each workload is run by its own script as well (benchmarks/cost/cleanrl.py),
 with the same rounds, minibatches and epochs; with `--before FOLDER` by earlier versions of our scripts; with `--compiled` by IIF
-with `--compile`, whose first rounds, which compile, are left out. Scoring is given as a share of the `none` arm's update, and the peak memory (RSS) of each process as a ratio to the
+with `--compile`, whose first rounds, which compile, are left out; Atari also with `--score-bfloat16`. Scoring is given as a share of the `none` arm's update, and the peak memory (RSS) of each process as a ratio to the
 `none` arm's.
 """
 
@@ -71,6 +71,9 @@ def command_of(arm, script, arguments, rounds, args):
     arguments = [*arguments.split(), *total, "--torch-threads", "1"]
     if arm == "plain":
         return ["-m", "benchmarks.cost.plain_ppo", "runs", script, *arguments]
+    if arm == "bfloat16":
+        own = [*arguments, "--filter", "influence", "--score-bfloat16"]
+        return [str(ROOT / f"{script}.py"), *own] if script == "ppo_iif_atari" else None
     if arm == "compiled":
         return [str(ROOT / f"{script}.py"), *arguments, "--filter", "influence", "--compile"]
     place = args.before.resolve() if arm.startswith("before") else ROOT
@@ -141,9 +144,10 @@ def compared(path=RESULTS):
         return f"{median(x / y for x, y in zip(arms[a], arms[b])):.2f}" if a in arms and b in arms else ""
 
     pairs = [(arm, "cleanrl") for arm in ("plain", "none", "influence", "compiled")]
-    pairs += [("none", "before none"), ("influence", "before influence"), ("compiled", "influence")]
+    pairs += [("none", "before none"), ("influence", "before influence"), ("compiled", "influence"), ("bfloat16", "none")]
     lines = [[name, *(cell(arms, *pair) for pair in pairs)] for name, arms in rows.items()]
     header = "workload|plain / CleanRL|`none` / CleanRL|IIF / CleanRL|compiled IIF / CleanRL|`none` / before|IIF / before|compiled / IIF"
+    header += "|IIF, scored in bfloat16 / `none`"
     return files.table(header.split("|"), lines)
 
 
@@ -156,7 +160,11 @@ if __name__ == "__main__":
         kept = []  # workloads that this call does not run keep the rows they have
         if args.only:
             kept = [row for row in files.read_csv(args.output) if row["workload"] not in args.only]
-        arms = ["plain", "none", "influence"] + ["compiled"] * args.compiled + ["cleanrl"] * (args.cleanrl is not None)
+        arms = (
+            ["plain", "none", "influence", "bfloat16"]
+            + ["compiled"] * args.compiled
+            + ["cleanrl"] * (args.cleanrl is not None)
+        )
         arms += ["before none", "before influence"] if args.before else []
         rows = []
         for workload in args.only or WORKLOADS:
