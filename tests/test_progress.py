@@ -38,7 +38,7 @@ def test_an_ended_process():
     """It used at least the CPU time and the memory that it says itself."""
     code = "import time\nx = b'1' * 50_000_000\nwhile time.process_time() < 0.3: pass\nraise SystemExit(3)"
     status, cpu_seconds, peak = files.ended(subprocess.Popen([sys.executable, "-c", code]))
-    assert status == 3 and 0.3 <= cpu_seconds < 10 and 50 < peak < 500
+    assert status == 3 and 0.3 <= cpu_seconds < 10 and peak > 50
 
 
 def test_an_ended_process_where_the_system_does_not_tell(monkeypatch):

@@ -61,7 +61,7 @@ def test_the_arguments_page_is_that_of_the_scripts():
     assert generate.arguments_page() == (ROOT / "docs" / "arguments.md").read_text()
     for script in SCRIPTS:
         help_text = subprocess.run([sys.executable, ROOT / f"{script}.py", "--help"], capture_output=True, text=True).stdout
-        asked = set(re.findall(r"--([a-z][a-z-]+)", help_text))
+        asked = set(re.findall(r"--([a-z][a-z0-9-]+)", help_text))
         assert all(name.replace("_", "-") in asked for name in generate.arguments(script))
 
 
