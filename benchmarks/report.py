@@ -71,7 +71,7 @@ def filled(page, results=RESULTS):
     """The page as the CSVs have it."""
     path = path_of(page, results)
     empty = "".join(f"<!-- report: {block} -->\n<!-- end -->\n\n" for block in PAGES[page])
-    text = path.read_text() if path.exists() else empty.rstrip() + "\n"
+    text = path.read_text(encoding="utf-8") if path.exists() else empty.rstrip() + "\n"
     for block, content in PAGES[page].items():
         text = insert(text, block, content(results), path)
     return text
@@ -101,5 +101,5 @@ if __name__ == "__main__":
         draw(page)
         text = filled(page)
         Path(path_of(page)).parent.mkdir(parents=True, exist_ok=True)
-        path_of(page).write_text(text)
+        path_of(page).write_text(text, encoding="utf-8")
         print(f"written to {path_of(page).relative_to(ROOT)}", flush=True)
