@@ -13,14 +13,14 @@ def read_csv(path):
     """The rows of a CSV as dicts; none if there is no such file."""
     if not Path(path).exists():
         return []
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def write_csv(path, columns, rows):
     """Write a CSV whole or not at all; floats with seven digits."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.tmp", "w", newline="") as file:
+    with open(f"{path}.tmp", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows([f"{x:.7g}" if isinstance(x, float) else x for x in row] for row in rows)
@@ -33,13 +33,14 @@ def table(header, rows, left=1):
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def progress(items, unit):
-    """The items, on a terminal with a bar that shows the time left, where tqdm is installed."""
+def progress(items, unit, total=None):
+    """The items, on a terminal with a bar that shows the time left, where tqdm is installed. total: how many, if they have no
+    length."""
     try:
         from tqdm import tqdm
     except ImportError:
         return items
-    return tqdm(items, unit=unit, disable=None, leave=False)
+    return tqdm(items, unit=unit, total=total, disable=None, leave=False)
 
 
 def say(text):

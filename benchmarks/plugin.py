@@ -26,6 +26,7 @@ import torch
 import tyro
 
 import iif_core
+from benchmarks.files import progress, say
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "plugin" / "scripts.csv"
@@ -176,8 +177,8 @@ def loop(agent, logprob, advantages, minibatch_size, inds, records):
 def train(checkout, script, rounds):
     """Train the changed script for some rounds; returns its row of the table. Needs a process of its own."""
     document, env_id, arguments, compared = SCRIPTS[script]
-    source = (checkout / "cleanrl" / script).read_text()
-    text = (ROOT / document).read_text()
+    source = (checkout / "cleanrl" / script).read_text(encoding="utf-8")
+    text = (ROOT / document).read_text(encoding="utf-8")
     source = apply(changes(text, None if document == "README.md" else script), source)
     measured, ended = [], None
     return_influence = iif_core.return_influence
@@ -201,7 +202,7 @@ def train(checkout, script, rounds):
     gymnasium_of_then()
     sys.path[:0] = [str(ROOT), str(checkout)]
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(None):
-        Path(script).write_text(source)
+        Path(script).write_text(source, encoding="utf-8")
         sys.argv = [script, "--total-timesteps", str(10**7), *arguments]
         defaults = runpy.run_path(script)["Args"]()  # without running it
         for flag, value in zip(arguments[::2], arguments[1::2]):
@@ -249,10 +250,10 @@ def main(checkout: tyro.conf.Positional[Path], rounds: int = 3, only: str = ""):
     if not (checkout / "cleanrl" / "ppo.py").exists():
         sys.exit(f"{checkout} is no checkout of CleanRL: there is no cleanrl/ppo.py in it")
     rows = []
-    for script in [only] if only else SCRIPTS:
+    for script in progress([only] if only else SCRIPTS, "script"):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             rows.append(pool.submit(train, checkout, script, rounds).result())
-        print("  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()), flush=True)
+        say("  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()))
     if not only:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         pd.DataFrame(rows).to_csv(RESULTS, index=False, float_format="%.4g")

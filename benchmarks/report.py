@@ -72,7 +72,7 @@ def filled(page, results=RESULTS):
     """The page as the CSVs have it."""
     path = path_of(page, results)
     empty = "".join(f"<!-- report: {block} -->\n<!-- end -->\n\n" for block in PAGES[page])
-    text = path.read_text() if path.exists() else empty.rstrip() + "\n"
+    text = path.read_text(encoding="utf-8") if path.exists() else empty.rstrip() + "\n"
     for block, content in PAGES[page].items():
         text = insert(text, block, content(results), path)
     return text
@@ -104,5 +104,5 @@ if __name__ == "__main__":
         draw(page, args.results)
         path, text = path_of(page, args.results), filled(page, args.results)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         print(f"written to {os.path.relpath(path)}", flush=True)

@@ -72,9 +72,9 @@ def call(command, cwd, log, on_line=lambda line: None):
     """Run a command to its end in the folder `cwd`, with one thread, its output in the file `log` and line by line to
     on_line. Returns its exit status and its CPU seconds."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    with open(log, "w") as file, subprocess.Popen(command, cwd=cwd, env=env, **pipe) as process:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1", "PYTHONPATH": path}
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
+    with open(log, "w", encoding="utf-8") as file, subprocess.Popen(command, cwd=cwd, env=env, **pipe) as process:
         children.add(process)
         if stopping.is_set():
             process.terminate()
@@ -163,7 +163,7 @@ def execute(run, folder, on_round=lambda: None):
         rows = rows_of(run, events)
     except Exception as error:
         shutil.rmtree(folder / "runs", ignore_errors=True)
-        end = "\n".join(log.read_text().splitlines()[-15:])
+        end = "\n".join(log.read_text(encoding="utf-8").splitlines()[-15:])
         raise RuntimeError(f"{run.name} failed ({error}); the end of {log}:\n{end}") from None
     shutil.rmtree(folder)
     return rows, {**record, "cpu_seconds": f"{cpu:.1f}", "finished": now()}

@@ -18,7 +18,7 @@ has them. A boolean is set by `--name` or `--no-name`."""
 
 def arguments(script):
     """{name: (default, what it is)} of a script, from its dataclass and the text under each of its fields or the comment behind."""
-    module, source = importlib.import_module(script), (ROOT / f"{script}.py").read_text()
+    module, source = importlib.import_module(script), (ROOT / f"{script}.py").read_text(encoding="utf-8")
     (body,) = (n.body for n in ast.parse(source).body if getattr(n, "name", "") == "Args")
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {token.start[0]: token.string[1:].strip() for token in tokens if token.type == tokenize.COMMENT}
@@ -62,5 +62,5 @@ def arguments_page():
 
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "arguments.md").write_text(arguments_page())
+    (ROOT / "docs" / "arguments.md").write_text(arguments_page(), encoding="utf-8")
     print("written to docs/arguments.md")

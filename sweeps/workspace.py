@@ -152,8 +152,11 @@ def _heatmap(ax, bins):
 
 
 def _save(figure, picture):
+    from PIL import Image
+
     picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110)
+    figure.savefig(picture, dpi=90)
+    Image.open(picture).convert("RGB").quantize(128).save(picture, optimize=True)  # a third of the size
     print(picture)
 
 

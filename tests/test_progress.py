@@ -27,6 +27,12 @@ def test_a_bar_on_a_terminal_and_nothing_in_a_pipe(monkeypatch, capsys, stream, 
     assert bool(stream.getvalue()) == shown
 
 
+def test_a_bar_over_what_has_no_length(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert list(files.progress(iter([3, 5]), "round", total=2)) == [3, 5]
+    assert "0/2" in sys.stderr.getvalue()
+
+
 def test_without_tqdm_the_items_as_they_are(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert list(files.progress([3, 5], "round")) == [3, 5]

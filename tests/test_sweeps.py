@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,6 +115,15 @@ def test_export_holds_what_was_logged_and_is_drawn(tmp_path):
     workspace.draw(tmp_path / "csv", tmp_path / "page.png")
     workspace.rounds(tmp_path / "rounds.png", (f"{tmp_path}/csv:0", f"{tmp_path}/csv:1"))
     assert (tmp_path / "page.png").read_bytes()[:4] == (tmp_path / "rounds.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_documents_pictures_are_of_committed_data():
+    text = (ROOT / "docs" / "wandb.md").read_text()
+    assert set(re.findall(r"docs/(?!images)[\w/]+", text)) == {"docs/data/LunarLander"}
+    scalars = pd.read_csv(ROOT / "docs" / "data" / "LunarLander" / "scalars.csv")
+    agreement = scalars[scalars.name == "influence/agreement"].value
+    assert f"the agreement was negative in {(agreement < 0).sum()} of the {len(agreement)} rounds" in text
+    assert all(path.stat().st_size < 100_000 for path in (ROOT / "docs" / "images").iterdir())
 
 
 def test_export_of_a_folder_without_a_run_is_refused(tmp_path):

@@ -30,7 +30,7 @@ import tyro
 
 from benchmarks.explain import methods, snapshots
 from benchmarks.explain.snapshots import save_figure, spearman
-from benchmarks.files import pyplot, read_csv, table, write_csv
+from benchmarks.files import progress, pyplot, read_csv, say, table, write_csv
 from benchmarks.reproduce import metrics
 from iif_core import target_gradient
 
@@ -164,13 +164,13 @@ def truths(snapshot, batch, held_out, update, weights, episodes):
         targets[f"surrogate {where}"] = methods.surrogate(records, args.clip_coef)
     found = {column: [] for column in TRUTHS}
     ends = update.ends(weights)
-    for i in range(k):
+    for i in progress(range(k), "half"):
         agent = update.at({name: x[i] for name, x in ends.items()})
         for name, target in targets.items():
             found[f"fixed {name}"].append(target(agent).item())
     envs = snapshot.eval_envs(episodes) if episodes else []
     returns = []
-    for i in range(k):
+    for i in progress(range(k), "half"):
         with torch.enable_grad():
             agent = snapshot.update(weights[i].nonzero().flatten())
         for name, target in targets.items():
@@ -215,7 +215,7 @@ def costs(run, snapshot, turns):
     ways, _ = table_of_methods(snapshot, batch, fresh, 0)
     ways = {"the update": lambda: snapshot.update(torch.arange(len(batch["obs"])))} | ways
     seconds = {name: [] for name in ways}
-    for _ in range(turns):
+    for _ in progress(range(turns), "turn"):
         for name, method in ways.items():
             before = time.process_time()
             method()
@@ -247,7 +247,7 @@ def attribute(run, snapshot, halves, episodes):
         agreement(agent, batch),
         reliability,
     )
-    for name, method in ways.items():
+    for name, method in progress(ways.items(), "method"):
         sums = (weights.double() @ method().detach().double()).numpy()
         yield (*about, name, *("" if truth[c] is None else spearman(sums, truth[c]) for c in TRUTHS))
 
@@ -383,7 +383,7 @@ def main(args):
     if args.plot and not rows:
         sys.exit(f"--plot: there is no {path}")
     for run in todo:
-        for k in todo[run]:
+        for k in progress(todo[run], "round"):
             how = [Path(run).name, str(k), str(args.halves), str(args.episodes)]
             mine = [row for row in rows if [row["run"], row["round"]] == how[:2]]
             if mine and [mine[0][c] for c in ("run", "round", "halves", "episodes")] == how:
@@ -392,7 +392,7 @@ def main(args):
             rows = [row for row in rows if row not in mine]
             rows += [{c: f"{x:.4g}" if isinstance(x, float) else str(x) for c, x in zip(COLUMNS, row)} for row in new]
             write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows])
-            print(f"{run}, round {k}: " + ", ".join(f"{r[8]} {r[9]:.2f} {r[10]:.2f}" for r in new), flush=True)
+            say(f"{run}, round {k}: " + ", ".join(f"{r[8]} {r[9]:.2f} {r[10]:.2f}" for r in new))
     print(tables(folder))
     plot(folder)
 

@@ -162,7 +162,7 @@ def probabilities(agent, obs, actions):
 def find(args, saved, snapshot, out):
     """List pairs of the snapshot's round whose probability rises from each saved round to the next, the highest rise first."""
     obs, actions = snapshot.batch["obs"], snapshot.batch["actions"]
-    agents = [snapshots.load(args.run, k, args.any_version).agent() for k in saved]
+    agents = [snapshots.load(args.run, k, args.any_version).agent() for k in files.progress(saved, "round")]
     p = torch.stack([probabilities(agent, obs, actions) for agent in (*agents, snapshots.final_agent(args.run, snapshot))])
     falls, rise = (p.diff(dim=0) < 0).sum(0), p[-1] - p[0]
     pairs = {}  # identical ones once

@@ -78,7 +78,8 @@ def intervene(run, snapshot, percent, episodes):
     args, script = snapshot.args, snapshot.script
     envs = snapshot.eval_envs(episodes)
     generator, kl = torch.Generator().manual_seed(script.derive_seed(args.seed, 5, snapshot.round)), {}
-    for arm, selection in selections(snapshot.batch, percent, generator).items():
+    chosen = selections(snapshot.batch, percent, generator)
+    for arm, selection in files.progress(chosen.items(), "policy"):
         factor, agent = as_far(snapshot, selection, kl["filtered"]) if arm == "as far" else (1.0, snapshot.update(selection))
         if agent is None:
             yield (Path(run).name, args.env_id, args.seed, snapshot.round, arm, "", "", len(selection), episodes, "", "")

@@ -190,21 +190,21 @@ def main(args):
     sets = random_sets(local.n, size, args.sets)
     lrs = args.learning_rates or [snapshot.args.learning_rate * 10.0**e for e in range(-3, 4)]
     rows, scatter = [], None
-    for lr in lrs:
+    for lr in files.progress(lrs, "rate"):
         predicted, measured = (x[:, 0] for x in differences(local, sets, [torch.arange(local.n)], lr, [1]))
         rows.append(("round", lr, 1, *map(float, agreement(predicted, measured)), args.sets, size))
         scatter = scatter or (lr, predicted, measured)
-        print("one step, lr {:.1e}: slope {:.4f}, correlation {:.4f}".format(*rows[-1][1:2], *rows[-1][3:5]), flush=True)
+        files.say("one step, lr {:.1e}: slope {:.4f}, correlation {:.4f}".format(*rows[-1][1:2], *rows[-1][3:5]))
     # the order of the round's update, all records in it
     _, generator, _ = snapshot.script.random_streams(snapshot.args.seed, args.round)
     epochs = range(snapshot.args.update_epochs)
     steps = [inds for _ in epochs for inds in snapshot.script.minibatches(torch.arange(local.n), snapshot.args, generator)]
     marks = sorted({min(2**e, len(steps)) for e in range(len(steps).bit_length() + 1)})
-    for lr in args.learning_rates or lrs[2:5]:
+    for lr in files.progress(args.learning_rates or lrs[2:5], "rate"):
         predicted, measured = differences(local, sets, steps, lr, marks)
         for i, mark in enumerate(marks):
             rows.append(("minibatches", lr, mark, *map(float, agreement(predicted[:, i], measured[:, i])), args.sets, size))
-        print("{} steps, lr {:.1e}: slope {:.4f}, correlation {:.4f}".format(mark, lr, *rows[-1][3:5]), flush=True)
+        files.say("{} steps, lr {:.1e}: slope {:.4f}, correlation {:.4f}".format(mark, lr, *rows[-1][3:5]))
     write_csv(out / f"{name}.csv", ("step_on", "learning_rate", "steps", "slope", "correlation", "sets", "set_size"), rows)
     title = f"{snapshot.args.env_id}, seed {snapshot.args.seed}, round {args.round}: {args.sets} random sets of {size} records"
     plot(out / f"{name}.png", title, scatter, rows)

@@ -112,7 +112,7 @@ def replayed_advantages(snapshot, trajectories, records, seed=0):
 
     advantages, records = {}, set(records)
     obs, actions = snapshot.batch["obs"].numpy(), snapshot.batch["actions"].numpy()
-    for t, envs in enumerate(snapshot.replay()):
+    for t, envs in files.progress(enumerate(snapshot.replay()), "step", args.num_steps):
         for i, env in enumerate(envs.envs):
             r = snapshot.record(t, i)
             if r not in records:
@@ -125,7 +125,7 @@ def replayed_advantages(snapshot, trajectories, records, seed=0):
                     known[key] = mean_return(env, obs[r], action)
             advantages[r] = known[state, actions[r].tobytes()] - known[state, None]
             if len(advantages) % 100 == 0:
-                print(f"A_true of {len(advantages)} records, {len(known)} simulations", flush=True)
+                files.say(f"A_true of {len(advantages)} records, {len(known)} simulations")
     return advantages
 
 

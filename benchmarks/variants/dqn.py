@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import tyro
 
-from benchmarks.files import RESULTS, ROOT, pyplot, read_csv, save_small, table, write_csv
+from benchmarks.files import RESULTS, ROOT, progress, pyplot, read_csv, save_small, say, table, write_csv
 from benchmarks.reproduce import metrics
 
 FOLDER = RESULTS / "dqn"
@@ -116,15 +116,13 @@ def main(args):
     path = FOLDER / "runs.csv"
     rows = read_csv(path)
     if not args.table:
-        for seed in SEEDS:
-            for env in args.envs:
-                for arm in ARMS:
-                    if any((row["env"], row["arm"], row["seed"]) == (env, arm, str(seed)) for row in rows):
-                        continue
-                    new = curve(env, arm, seed, FOLDER / "work")
-                    rows += [dict(zip(COLUMNS, map(str, row))) for row in new]
-                    write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows])
-                    print(f"{env}, {arm}, seed {seed}: {new[-1][-1]}", flush=True)
+        there = {(row["env"], row["arm"], row["seed"]) for row in rows}
+        rest = [(env, arm, seed) for seed in SEEDS for env in args.envs for arm in ARMS if (env, arm, str(seed)) not in there]
+        for env, arm, seed in progress(rest, "run"):
+            new = curve(env, arm, seed, FOLDER / "work")
+            rows += [dict(zip(COLUMNS, map(str, row))) for row in new]
+            write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows])
+            say(f"{env}, {arm}, seed {seed}: {new[-1][-1]}")
     plot(rows)
     print(results(rows))
 
