@@ -378,6 +378,8 @@ def run(r, method, direction=None, n=None):
 
 def allocator(keep):
     """Have glibc keep what is freed (no page faults), or else give it back at once (the process holds what is alive only)."""
+    if sys.platform != "linux":
+        sys.exit("benchmarks.cost sets glibc's allocator and reads memory from /proc: it needs Linux")
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
     options = {M_TRIM_THRESHOLD: 2**31 - 1, M_MMAP_MAX: 0} if keep else {M_TRIM_THRESHOLD: 0, M_MMAP_THRESHOLD: 2**16}
     for option, value in options.items():
