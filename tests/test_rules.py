@@ -54,37 +54,31 @@ def test_scaled_takes_the_learning_rate_times_the_agreement(round_of):
 @pytest.mark.parametrize("rule", ["previous", "average"])
 def test_directions_come_from_the_rounds_before(round_of, rule):
     score = rules.RULES[rule]["score"](ppo_iif)
-    agent, args, seen = round_of.agent, round_of.args, []
+    agent, args, seen, parameters = round_of.agent, round_of.args, [], list(round_of.agent.actor.parameters())
+    directions = []  # gradients, at theta(k), of the surrogate return of the round before
     for k in range(3):
         batch, _, _ = round_of.play(k)
+        if seen:
+            old = seen[-1][0]
+            ratio = (agent.get_logprob(old["obs"], old["actions"]) - old["logprobs"]).exp()
+            directions.append(torch.autograd.grad((ratio * old["advantages"]).mean(), parameters))
         seen.append((batch, score(agent, batch, args, ppo_iif.random_streams(1, k)[2])))
-        with torch.no_grad():
-            for p in agent.parameters():
-                p.add_(0.01 * torch.randn_like(p))
-        if k == 1:
-            params = copy.deepcopy(agent.state_dict())  # theta(2)
-    first, _, third = seen
-    assert torch.equal(first[1], first[0]["scores"])
+        if k < 2:
+            with torch.no_grad():
+                for p in agent.parameters():
+                    p.add_(0.01 * torch.randn_like(p))
+    assert torch.equal(seen[0][1], seen[0][0]["scores"])
 
-    agent.load_state_dict(params)
-    batch, advantages = third[0], third[0]["advantages"]
-    normalized, parameters = (advantages - advantages.mean()) / (advantages.std() + 1e-8), list(agent.actor.parameters())
-
-    def target(old):  # the surrogate return of the round before, at theta(2)
-        ratio = (agent.get_logprob(old["obs"], old["actions"]) - old["logprobs"]).exp()
-        return torch.autograd.grad((ratio * old["advantages"]).mean(), parameters)
-
-    if rule == "previous":
-        v = target(seen[1][0])
-        truth = []
-        for i in range(128):
-            logprob = agent.get_logprob(batch["obs"][i : i + 1], batch["actions"][i : i + 1])[0]
-            grads = torch.autograd.grad(normalized[i] * logprob, parameters)
-            truth.append(sum((g * d).sum() for g, d in zip(grads, v)))
-        truth = torch.stack(truth)
-        assert (third[1] - truth).abs().max() < 1e-4 * truth.abs().max()
-    else:
-        assert not torch.allclose(third[1], batch["scores"])
+    share = 1.0 if rule == "previous" else 1 - rules.DECAY
+    direction = [share * new + (1 - share) * old for old, new in zip(*directions)]
+    batch, scores = seen[2]
+    normalized, truth = (batch["advantages"] - batch["advantages"].mean()) / (batch["advantages"].std() + 1e-8), []
+    for i in range(128):
+        logprob = agent.get_logprob(batch["obs"][i : i + 1], batch["actions"][i : i + 1])[0]
+        grads = torch.autograd.grad(normalized[i] * logprob, parameters)
+        truth.append(sum((g * v).sum() for g, v in zip(grads, direction)))
+    truth = torch.stack(truth)
+    assert (scores - truth).abs().max() < 1e-4 * truth.abs().max()
 
 
 def test_as_far_moves_the_policy_no_further_than_the_whole_round(round_of):

@@ -106,13 +106,19 @@ def draw(suite, results):
             ax.plot(mean, color=f"C{i}", lw=1.2, label=arm)
             ax.fill_between(range(len(mean)), mean - error, mean + error, color=f"C{i}", alpha=0.2, lw=0)
         ax.set_title(title, fontsize=9)
+    finish(figure, suite, results, "round k")
+
+
+def finish(figure, suite, results, xlabel, ncols=None):
+    """Axes, one legend above them (`ncols` columns, or one row), and the file of a suite's picture."""
+    for ax in figure.axes:
         ax.tick_params(labelsize=8)
         ax.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=8)
-    figure.supxlabel("round k", fontsize=9)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=ncols or len(labels), frameon=False, fontsize=8)
+    figure.supxlabel(xlabel, fontsize=9)
     save_small(figure, results / suite.name / f"{suite.name}.png")
-    plt.close(figure)
+    pyplot().close(figure)
 
 
 SUITE = Suite(

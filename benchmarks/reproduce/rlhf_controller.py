@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from benchmarks.files import pyplot, save_small, table
+from benchmarks.files import pyplot, table
 from benchmarks.reproduce.entries import Entry, Suite
 from benchmarks.reproduce.pages import mean_and_error
-from benchmarks.reproduce.rlhf import COLUMNS, column, load
+from benchmarks.reproduce.rlhf import COLUMNS, column, finish, load
 
 TARGETS, HORIZONS = (4, 9), {
     1000: "-",
@@ -54,13 +54,7 @@ def draw(suite, results):
             if name == "kl":
                 ax.axhline(target, color=style["color"], lw=0.5)
         ax.set_title(title, fontsize=9)
-        ax.tick_params(labelsize=8)
-        ax.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=8)
-    figure.supxlabel("round k", fontsize=9)
-    save_small(figure, results / suite.name / f"{suite.name}.png")
-    plt.close(figure)
+    finish(figure, suite, results, "round k", ncols=3)
 
 
 SUITE = Suite(

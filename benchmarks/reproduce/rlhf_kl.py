@@ -7,11 +7,11 @@ is linear between them, and is not continued beyond them.
 
 import numpy as np
 
-from benchmarks.files import pyplot, save_small, table
+from benchmarks.files import pyplot, table
 from benchmarks.reproduce import metrics
 from benchmarks.reproduce.entries import Entry, Suite
 from benchmarks.reproduce.pages import interval, mean_and_error
-from benchmarks.reproduce.rlhf import COLUMNS, column, load
+from benchmarks.reproduce.rlhf import COLUMNS, column, finish, load
 
 PANELS = (("return", "reward on held-out prompts"), ("held_out", "second classifier, held out"))
 ARMS = {
@@ -103,13 +103,7 @@ def draw(suite, results):
             (x, y), (x_error, y_error) = np.array(means).T, np.array(errors).T
             ax.errorbar(x, y, y_error, x_error, color=f"C{i}", lw=1.2, marker="o", ms=3, label=arm)
         ax.set_title(title, fontsize=9)
-        ax.set_xlabel("KL of a response from the reference model", fontsize=8)
-        ax.tick_params(labelsize=8)
-        ax.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 4), frameon=False, fontsize=8)
-    save_small(figure, results / suite.name / f"{suite.name}.png")
-    plt.close(figure)
+    finish(figure, suite, results, "KL of a response from the reference model", ncols=4)
 
 
 SUITE = Suite(

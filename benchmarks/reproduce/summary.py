@@ -245,7 +245,7 @@ def sceptic(results):
         ],
         [
             "What does it cost?",
-            "Scoring: about two ordinary passes over the round. A round with IIF takes as long as one without, but on Atari",
+            "Scoring: two to three ordinary passes over the round. A round with IIF takes as long as one without, but on Atari",
             link("cost"),
         ],
         ["Does every script learn?", "One seed of each arm; Pong did not with IIF at CleanRL's rate", link("learning")],
