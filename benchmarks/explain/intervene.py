@@ -87,7 +87,20 @@ def intervene(run, snapshot, percent, episodes):
     for arm, selection in files.progress(chosen.items(), "policy"):
         factor, agent = as_far(snapshot, selection, kl["filtered"]) if arm == "as far" else (1.0, snapshot.update(selection))
         if agent is None:
-            yield (Path(run).name, args.env_id, args.seed, snapshot.round, arm, "", "", len(selection), episodes, "", "", *numbers)
+            yield (
+                Path(run).name,
+                args.env_id,
+                args.seed,
+                snapshot.round,
+                arm,
+                "",
+                "",
+                len(selection),
+                episodes,
+                "",
+                "",
+                *numbers,
+            )
             continue
         kl[arm] = divergence(snapshot, agent)
         returns = script.evaluate(agent, envs, episodes, script.derive_seed(args.seed, 6, snapshot.round))
