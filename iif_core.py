@@ -227,9 +227,9 @@ def filter_bottom(scores, percent, *, of="negative"):
 def log_influence(writer, scores, kept, global_step, *, advantages=None, filtered=True):
     """Log the `influence/*` rows of one round through a TensorBoard SummaryWriter (W&B: sync_tensorboard=True).
 
-    scores: [N], as return_influence returns them; kept: the indices trained on; advantages: [N] raw, for their Spearman
-    correlation with the scores; filtered: False if the round was left whole by choice. Only finite scores enter; the others are
-    counted in influence/nonfinite. A noise scale that is infinite is counted in influence/noise_scale_infinite instead.
+    scores: [N], as return_influence returns them; kept: the indices trained on, or a weight of each record; advantages: [N] raw,
+    for their Spearman correlation with the scores; filtered: False if the round was left whole by choice. Only finite scores
+    enter; the others are counted in influence/nonfinite. An infinite noise scale is counted in influence/noise_scale_infinite.
     """
     row = {"agreement": getattr(scores, "agreement", np.nan), "noise_scale": getattr(scores, "noise_scale", np.nan)}
     if not np.isnan(row["noise_scale"]):
