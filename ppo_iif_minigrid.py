@@ -559,7 +559,7 @@ def log_round(writer, args, run, episodes, numbers):
     """Log the round that has just been done: its finished episodes, and {name: number}."""
     for n, (t, _, episodic_return, episodic_length) in enumerate(episodes, start=1):
         # The last episode is logged at the end of the round, so that it shares a row with the histogram of scores.
-        step = run.global_step - (args.batch_size - (t + 1) * args.num_envs) * (n < len(episodes))
+        step = run.global_step if n == len(episodes) else run.global_step - args.batch_size + (t + 1) * args.num_envs
         print(f"global_step={step}, episodic_return={episodic_return}")
         writer.add_scalar("charts/episodic_return", episodic_return, step)
         writer.add_scalar("charts/episodic_length", episodic_length, step)
@@ -669,8 +669,10 @@ if __name__ == "__main__":
         need(finite, f"round {k}: the update has made the weights not finite; lower --learning-rate {args.learning_rate}")
         times.append(time.perf_counter())
 
-        run.iteration, run.global_step = k + 1, run.global_step + args.batch_size
-        run.optimizer_steps, run.skipped_updates = run.optimizer_steps + steps, run.skipped_updates + (steps == 0)
+        run.iteration += 1
+        run.global_step += args.batch_size
+        run.optimizer_steps += steps
+        run.skipped_updates += steps == 0
         numbers = {f"losses/{name}": value for name, value in losses.items()}
         numbers |= zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)[[0, 1, 3]])  # [2]: the snapshot
         numbers |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/round": k}
