@@ -6,6 +6,8 @@ All is CPU time divided by the steps, so that other jobs take little part in the
 time is a bound for every script that plays this environment on one core.
 """
 
+import contextlib
+import io
 import os
 import runpy
 import sys
@@ -59,18 +61,25 @@ class Run(threading.Thread):
         super().__init__(daemon=True)
         self.path, self.argv = path, [str(path), *arguments]
         self.go, self.done, self.stages = threading.Semaphore(0), threading.Semaphore(0), {}
+        self.over = False
         self.start()
 
     def run(self):
         self.go.acquire()
         sys.argv = self.argv
-        runpy.run_path(str(self.path), run_name="__main__")
+        try:
+            runpy.run_path(str(self.path), run_name="__main__")
+        finally:
+            self.over = True
+            self.done.release()
 
     def round(self):
         """CPU seconds of its next round, and of its stages, if it logs them."""
         start = time.process_time()
         self.go.release()
         self.done.acquire()
+        if self.over:
+            sys.exit(f"{self.path} ended before its time")
         return time.process_time() - start, dict(self.stages)
 
 
@@ -97,11 +106,8 @@ class Parts:
         self.args = tyro.cli(ours.Args, args=["--env-id", ENV_ID, *MUJOCO.split()])
         self.envs, self.rng = ours.make_envs(self.args, ""), np.random.default_rng(1)
         self.agent, normalized = ours.Agent(self.envs), self.envs.envs[0]
-        self.layers = [
-            normalized.env.env.env,
-            normalized.env,
-            normalized,
-        ]  # gymnasium.make's, with statistics and clipping, all
+        # gymnasium.make's environment; with statistics of episodes and clipped actions; normalised
+        self.layers = [normalized.env.env.env, normalized.env, normalized]
         theirs = wrappers.NormalizeObservation(ours.make_env(replace(self.args, norm_obs=False, norm_reward=False)))
         theirs = wrappers.TransformObservation(theirs, lambda obs: np.clip(obs, -10, 10), theirs.observation_space)
         theirs = wrappers.NormalizeReward(theirs, gamma=self.args.gamma)
@@ -129,16 +135,17 @@ class Parts:
 
 
 def table(path=PATH):
-    """What a step takes, by part, and how many times CleanRL's speed that is or would be, as Markdown from the CSV alone."""
+    """What a step takes, by part, and how many times CleanRL's speed ours is or could be, as Markdown from the CSV alone."""
     turns = {}
     for row in files.read_csv(path):
         turns.setdefault(row["turn"], {})[row["what"], row["part"]] = float(row["microseconds_per_step"])
     turns = list(turns.values())
 
-    def line(name, value):
-        """value: (turn) -> microseconds"""
-        whole = [(value(turn), turn["CleanRL", "round"]) for turn in turns]
-        return [name, f"{median(us for us, _ in whole):.0f}", f"{median(theirs / us for us, theirs in whole):.1f}"]
+    def line(name, value, times=False):
+        """value: (turn) -> microseconds. times: say how many of it CleanRL's step is, too."""
+        whole = [value(turn) for turn in turns]
+        low, mid, high = np.percentile([turn["CleanRL", "round"] / us for turn, us in zip(turns, whole)], [25, 50, 75])
+        return [name, f"{median(whole):.0f}", f"{mid:.1f} [{low:.1f}, {high:.1f}]" if times else ""]
 
     def within(inner, outer):
         return lambda turn: turn["parts", outer] - turn["parts", inner]
@@ -146,7 +153,7 @@ def table(path=PATH):
     simulation, bare, clipped, normalized, vector, policy, theirs = PARTS
     lines = [line("CleanRL's `ppo_continuous_action.py`", lambda turn: turn["CleanRL", "round"])]
     for arm, name in ARMS.items():
-        lines.append(line(f"**{name[0]}**", lambda turn: turn[arm, "round"]))
+        lines.append(line(f"**{name[0]}**", lambda turn: turn[arm, "round"], times=True))
         lines += [line(f"- {stage}", lambda turn: turn[arm, stage]) for stage in STAGES if (arm, stage) != ("none", "scoring")]
     lines.append(line("**a rollout's step**: MuJoCo's `mj_step`", lambda turn: turn["parts", simulation]))
     lines.append(line("- the rest of `gymnasium.make`'s environment", within(simulation, bare)))
@@ -157,8 +164,8 @@ def table(path=PATH):
     lines.append(line("- the policy, in numpy", lambda turn: turn["parts", policy]))
     for arm, name in ARMS.items():
         bound = f"**bound**: {name[0]}, if its rollout were `gymnasium.make`'s environment alone"
-        lines.append(line(bound, lambda turn: turn[arm, "round"] - turn[arm, "rollout"] + turn["parts", bare]))
-    return files.table(["", "CPU us a step", "CleanRL / this"], lines)
+        lines.append(line(bound, lambda turn: turn[arm, "round"] - turn[arm, "rollout"] + turn["parts", bare], times=True))
+    return files.table(["", "CPU µs a step", "CleanRL / this, median [quartiles]"], lines)
 
 
 if __name__ == "__main__":
@@ -168,12 +175,12 @@ if __name__ == "__main__":
     pause_after_rounds()
     total = ["--env-id", ENV_ID, "--total-timesteps", str((args.turns + WARMUP + 1) * STEPS)]
     checkout, output = args.cleanrl.resolve(), args.output.resolve()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         os.chdir(folder)
         runs = {"CleanRL": Run(checkout / "cleanrl" / "ppo_continuous_action.py", total)}
         runs |= {arm: Run(files.ROOT / "ppo_iif_continuous.py", total + flags.split()) for arm, (_, flags) in ARMS.items()}
         parts = Parts()
-        for turn in range(-WARMUP, args.turns):
+        for turn in files.progress(range(-WARMUP, args.turns), "turn"):
             found = {}
             for what, run in runs.items():
                 found[what, "round"], stages = run.round()
