@@ -36,6 +36,7 @@ PAGES |= {  # page: {block: (results) -> its Markdown}
         "environments": lambda results: environments.table(results / "cost" / "environments.csv"),
         "atari": lambda results: atari.table(results / "cost" / "atari.csv"),
     },
+    "details": {"random_play": lambda results: random_play.table(results / "cost" / "random_play.csv")},
     "highway": {"tables": lambda results: envpool_highway.table(results / "highway")},
     "explain": {
         "ranks": lambda results: records.table(results / "explain"),

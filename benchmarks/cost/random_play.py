@@ -21,7 +21,7 @@ PATH = files.RESULTS / "cost" / "random_play.csv"
 @dataclass
 class Args:
     games: tuple[str, ...] = ("Breakout", "Pong")
-    """names of games"""
+    """names of games; others keep the rows that they have"""
     num_envs: int = 8
     """environments"""
     each: int = 16
@@ -63,13 +63,14 @@ def table(path=PATH):
         difference = np.mean(kinds["envpool"]) - np.mean(kinds["sync"])
         low, high = ttest_ind(kinds["envpool"], kinds["sync"], equal_var=False).confidence_interval()
         p = ks_2samp(*kinds.values()).pvalue
-        lines.append([game, what, len(kinds["sync"]), *means, f"{difference:.2g} [{low:.2g}, {high:.2g}]", f"{p:.2f}"])
+        lines.append([game, what, len(kinds["sync"]), *means, f"{difference:.2g} [{low:.2g}, {high:.2g}]", f"{p:.2g}"])
     header = "game|of a game|games of each|sync|`--envpool`|difference, 95% interval|p, distributions"
     return files.table(header.split("|"), lines, left=2)
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    rows = [[game, kind, *row] for game in args.games for kind in KINDS for row in play(game, kind, args)]
+    rows = [[row[column] for column in COLUMNS] for row in files.read_csv(args.output) if row["game"] not in args.games]
+    rows += [[game, kind, *row] for game in args.games for kind in KINDS for row in play(game, kind, args)]
     files.write_csv(args.output, COLUMNS, rows)
     print(table(args.output))
