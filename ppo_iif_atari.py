@@ -527,6 +527,7 @@ class EnvPool(gym.vector.VectorEnv):
         self.close()  # it takes a seed only where it makes its games, and game i has seed + i
         sizes = {"num_envs": self.num_envs, "num_threads": min(self.num_envs, os.cpu_count())}
         rules = {"episodic_life": True, "use_fire_reset": True, "repeat_action_probability": self.sticky}
+        rules["max_episode_steps"] = EVAL_STEPS  # the 108,000 frames of the ids
         self.pool = envpool.make_gymnasium(game(self.args.env_id), seed=derive_seed(seed) % 2**31, **sizes, **rules)
         self.returns = np.zeros(self.num_envs)
         return self.pool.reset()[0], {}
@@ -534,9 +535,11 @@ class EnvPool(gym.vector.VectorEnv):
     def step(self, actions):
         obs, reward, terminations, truncations, info = self.pool.step(actions.astype(np.int32))
         self.returns += info["reward"]
+        game_over = info["terminated"] == 1  # a lost life is not, and a game that ends at its time limit is
+        terminations = terminations | game_over
         done, infos = terminations | truncations, {}
         if done.any():
-            ended, inds = (info["terminated"] == 1) | truncations, np.flatnonzero(done)  # a lost life does not end the game
+            ended, inds = game_over | truncations, np.flatnonzero(done)
             whole = {"r": self.returns.copy(), "l": 4 * info["elapsed_step"]}
             infos = {"final_obs": obs.copy(), "_final_obs": done, "_final_info": done}
             infos["final_info"] = {STATISTICS: whole, f"_{STATISTICS}": ended}

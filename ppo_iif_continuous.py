@@ -12,7 +12,6 @@ harmful ones, run PPO's epochs over the rest. In this order: arguments, agent, s
 iif_core.py beside it, nothing else of its project. Method: Hu et al., "A Snapshot of Influence", NeurIPS 2025, arXiv 2505.19281.
 """
 
-import copy
 import importlib.metadata
 import json
 import os
@@ -34,6 +33,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
+from gymnasium.wrappers.utils import update_mean_var_count_from_moments
 from torch.utils.tensorboard import SummaryWriter
 
 from iif_core import filter_bottom, log_influence, return_influence
@@ -441,13 +441,49 @@ def parse_args():
     return args, checkpoint
 
 
-class RawReward(gym.Wrapper):
-    """Keeps the environment's own last reward, for --filter-when: what is normalised later is never constant."""
+class Normalize(gym.Wrapper):
+    """Gymnasium's NormalizeObservation and NormalizeReward, then clipped to 10, where --norm-obs and --norm-reward ask for it.
+
+    The same numbers in a third of the time: theirs take the mean and variance of batches of one. Keeps the environment's own last
+    reward, for --filter-when: what is normalised is never constant. `statistics` holds mean, variance and count of observations
+    and of discounted returns, and the discounted return so far; if `frozen`, they are used and not updated.
+    """
+
+    def __init__(self, env, args):
+        super().__init__(env)
+        self.args, self.frozen, shape = args, False, env.observation_space.shape
+        if args.norm_obs:
+            self.observation_space = gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
+        moments = np.zeros(shape, np.float32), np.ones(shape, np.float32), 1e-4
+        self.statistics = {"obs": moments, "return": (0.0, 1.0, 1e-4), "discounted": (0.0,)}
+
+    def update(self, name, x):
+        """The running mean and variance after x."""
+        if not self.frozen:
+            self.statistics[name] = update_mean_var_count_from_moments(*self.statistics[name], x, 0, 1)
+        return self.statistics[name][:2]
+
+    def observation(self, obs):
+        if not self.args.norm_obs:
+            return obs
+        mean, var = self.update("obs", obs)
+        return ((obs - mean) / np.sqrt(var + 1e-8)).astype(np.float32).clip(-10, 10)
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        return self.observation(obs), info
 
     def step(self, action):
-        step = self.env.step(action)
-        self.raw_reward = step[1]
-        return step
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.raw_reward = reward
+        if self.args.norm_reward:
+            (discounted,) = self.statistics["discounted"]
+            discounted = discounted * self.args.gamma * (1 - terminated) + float(reward)
+            self.statistics["discounted"] = (discounted,)
+            _, var = self.update("return", discounted)
+            reward = max(min(reward / np.sqrt(var + 1e-8), 10.0), -10.0)
+        info = info if terminated or truncated else {}  # no use for others, and putting them together takes time
+        return self.observation(obs), reward, terminated, truncated, info
 
 
 def make_env(args, video_folder=None):
@@ -463,14 +499,7 @@ def make_env(args, video_folder=None):
         env = gym.wrappers.FlattenObservation(env)
     env = gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATISTICS)
     env = gym.wrappers.ClipAction(env)  # here only: the agent's own, unclipped action is stored and scored
-    env = RawReward(env)
-    if args.norm_obs:
-        env = gym.wrappers.NormalizeObservation(env)
-        env = gym.wrappers.TransformObservation(env, lambda obs: np.clip(obs, -10, 10), env.observation_space)
-    if args.norm_reward:
-        env = gym.wrappers.NormalizeReward(env, gamma=args.gamma)
-        env = gym.wrappers.TransformReward(env, lambda reward: np.clip(reward, -10, 10))
-    return env
+    return Normalize(env, args)
 
 
 def check_env(args):
@@ -504,44 +533,29 @@ def make_eval_envs(args):
     return [make_env(replace(args, norm_reward=False)) for _ in range(min(args.eval_episodes, 32))]
 
 
-def normalized(args):
-    """The names of what the normalising wrappers of an environment gather."""
-    return ["obs_rms"] * args.norm_obs + ["return_rms", "discounted_reward"] * args.norm_reward
-
-
 def get_statistics(envs, args):
-    """What the normalising wrappers of each environment have gathered: a list over environments of {name: tensor}."""
-    statistics = [{} for _ in range(envs.num_envs)]
-    for name in normalized(args):
-        for values, x in zip(statistics, envs.get_attr(name)):
-            numbers = {f"{name}.{key}": y for key, y in vars(x).items()} if name.endswith("rms") else {name: x}
-            values |= {key: torch.as_tensor(np.asarray(y)) for key, y in numbers.items()}
-    return statistics
+    """The statistics of each environment, see Normalize, as tensors."""
+    every = envs.get_attr("statistics")
+    return [{name: [torch.as_tensor(np.asarray(x)) for x in values] for name, values in own.items()} for own in every]
 
 
 def set_statistics(envs, args, statistics):
     """Give every environment what get_statistics returned."""
-    for name in normalized(args):
-        given = list(envs.get_attr(name))
-        for i, values in enumerate(statistics):
-            # A number must be Python's again: one of numpy's would change the precision of the rest.
-            numbers = {key: x.numpy().copy() if x.dim() else x.item() for key, x in values.items() if key.startswith(name)}
-            if name in numbers:
-                given[i] = numbers[name]
-            else:
-                vars(given[i]).update({key.removeprefix(f"{name}."): x for key, x in numbers.items()})
-        envs.set_attr(name, given)
+
+    def number(x):  # Python's again: one of numpy's would change the precision of the rest
+        return x.numpy() if x.dim() else x.item()
+
+    envs.set_attr("statistics", [{name: tuple(map(number, values)) for name, values in own.items()} for own in statistics])
 
 
 def freeze_statistics(eval_envs, envs, args):
     """Give evaluation the statistics of the training environments' observations, pooled over them, to use and not to update."""
     if args.norm_obs:
-        first, *others = copy.deepcopy(envs.get_attr("obs_rms"))
+        first, *others = (own["obs"] for own in envs.get_attr("statistics"))
         for other in others:
-            first.update_from_moments(other.mean, other.var, other.count)
+            first = update_mean_var_count_from_moments(*first, *other)
         for env in eval_envs:
-            env.set_wrapper_attr("update_running_mean", False)
-            env.set_wrapper_attr("obs_rms", first)
+            env.statistics["obs"], env.frozen = first, True
 
 
 def derive_seed(*key):

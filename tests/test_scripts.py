@@ -178,8 +178,8 @@ def one():
 # What a script has of its own. The rest it shares with ppo_iif.py, text for text.
 IMAGES = {"Agent", "rollout", "score", "evaluate", "make_env", "show"}
 OWN = {
-    "ppo_iif_continuous.py": {"Agent", "rollout", "score", "tells_apart", "RawReward", "make_env", "make_eval_envs"}
-    | {"normalized", "get_statistics", "set_statistics", "freeze_statistics"},
+    "ppo_iif_continuous.py": {"Agent", "rollout", "score", "tells_apart", "Normalize", "make_env", "make_eval_envs"}
+    | {"get_statistics", "set_statistics", "freeze_statistics"},
     "ppo_iif_minigrid.py": IMAGES | {"check_args"},
     "ppo_iif_atari.py": IMAGES | {"check_args", "game", "EnvPool", "make_envs"},
 }
