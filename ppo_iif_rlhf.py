@@ -95,13 +95,17 @@ class Args:
     total_timesteps: int = 8192  # total prompts of the experiment (rounded down to whole rounds)
     learning_rate: float = 1e-4  # the learning rate of the optimizer
     optimizer: Literal["adam", "sgd"] = "adam"  # Adam, or plain SGD; scores are computed as if it were SGD
+    advantage: Literal["gae", "grpo"] = "gae"
+    """gae: PPO, with a value head; grpo: a response's reward against those of the other answers to its prompt, no value head, the
+    KL penalty in the loss"""
+    group_size: int = 8  # with grpo: answers to a prompt; batch_size and validation_prompts count answers then
     batch_size: int = 128  # prompts a round, over all processes
-    minibatch_size: int = 4  # prompts an optimizer step, over all processes
+    minibatch_size: int = 4  # records an optimizer step, over all processes
     micro_batch_size: int = 0  # records at a time of a process's minibatch, gradients added up; bounds the memory (0: all)
     update_epochs: int = 4  # the K epochs to update the policy
     gamma: float = 1.0  # the discount factor gamma, per token
     gae_lambda: float = 0.95  # the lambda for the general advantage estimation
-    norm_adv: bool = True  # toggles the whitening of advantages, over all tokens of the round, before anything is dropped
+    norm_adv: bool = True  # toggles the whitening of advantages over all tokens of a round; grpo: division by group deviations
     clip_coef: float = 0.2  # the surrogate clipping coefficient
     clip_vloss: bool = True  # toggles whether or not to use a clipped loss for the value function
     vf_coef: float = 0.05  # coefficient of the value loss mean((V - R)^2): 0.05 here is what TRL's 0.1 means
@@ -118,7 +122,8 @@ class Args:
     returns the indices to keep, or a sampling weight per record"""
     filter_percent: float = 100.0  # percentage of the records with a negative score (see filter_of) to drop, the lowest first
     filter_of: Literal["negative", "all"] = "negative"  # what filter_percent counts: records with a negative score, or all
-    record_loss: Literal["policy", "ppo"] = "policy"  # what is attributed: a record's policy loss, or with its value loss
+    record_loss: Literal["policy", "ppo"] = "policy"
+    """what is attributed: a record's policy loss, or ppo: with its value loss (with grpo, its KL penalty)"""
     target: Literal["seq", "return", "seq_kl"] = "seq"
     """to what: f_seq, log pi(response) times the last token's advantage; f_return, the sum over tokens of log pi times advantage;
     seq_kl, log pi(response) times the advantage of the whole response, which knows the KL penalty of all its tokens"""
@@ -133,17 +138,21 @@ class Args:
     eval_index: int = 1  # see eval_model_name
 
     num_iterations = property(lambda self: self.total_timesteps // self.batch_size)
+    answers = property(lambda self: self.group_size if self.advantage == "grpo" else 1)  # to each prompt, one after another
 
 
 # ---- the agent
 
 
 class Agent(nn.Module):
-    """A causal language model with a value head on its last hidden state, of `width` numbers (default: as its config says)."""
+    """A causal language model with a value head on its last hidden state, of `width` numbers (default: as its config says; 0: it
+    has none, and all values are zero)."""
 
     def __init__(self, lm, temperature=1.0, width=None):
         super().__init__()
-        self.lm, self.temperature = lm, temperature
+        self.lm, self.temperature, self.value_head = lm, temperature, None
+        if width == 0:
+            return
         self.value_head = nn.Linear(width or lm.config.hidden_size, 1)
         nn.init.normal_(self.value_head.weight, std=0.01)
         nn.init.zeros_(self.value_head.bias)
@@ -154,11 +163,14 @@ class Agent(nn.Module):
         attention = torch.cat([query_mask, mask], 1).long()
         inputs = {"input_ids": torch.cat([query, response], 1), "attention_mask": attention}
         inputs["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
-        out = self.lm(**inputs, output_hidden_states=True, use_cache=False, logits_to_keep=response.shape[1] + 1)
+        valued, length = self.value_head is not None, response.shape[1]
+        out = self.lm(**inputs, output_hidden_states=valued, use_cache=False, logits_to_keep=length + 1)
         single = torch.promote_types(out.logits.dtype, torch.float32)  # log-probs and values are at least of that precision
         logits = out.logits[:, :-1].to(single) / self.temperature
-        hidden = out.hidden_states[-1][:, -response.shape[1] - 1 : -1].to(single)
         logprobs = -F.cross_entropy(logits.flatten(0, 1), response.flatten(), reduction="none").view(response.shape)
+        if not valued:
+            return logprobs, torch.zeros_like(logprobs)
+        hidden = out.hidden_states[-1][:, -length - 1 : -1].to(single)
         return logprobs, self.value_head(hidden).squeeze(-1)
 
 
@@ -237,7 +249,8 @@ def make_agent(args, device):
         except ValueError:  # peft has no places by default, or those of another version of the architecture
             with one_line(f"--lora-r: peft cannot adapt {args.model_name}"):
                 lm = peft.get_peft_model(lm, peft.LoraConfig(**lora, target_modules="all-linear"))
-    agent = Agent(lm, args.temperature, out.hidden_states[-1].shape[-1]).to(device).eval()
+    width = 0 if args.advantage == "grpo" else out.hidden_states[-1].shape[-1]
+    agent = Agent(lm, args.temperature, width).to(device).eval()
     reference = None if args.lora_r else copy.deepcopy(agent).requires_grad_(False)
     if args.gradient_checkpointing:
         layers = [m for m in lm.modules() if isinstance(m, transformers.modeling_layers.GradientCheckpointingLayer)]
@@ -371,29 +384,56 @@ def whiten(batch):
     return {**batch, "advantages": torch.zeros_like(batch["advantages"]).masked_scatter(mask, x)}
 
 
+def less_mean(x, group_size):
+    """Numbers [n] less the mean of their group, [n / group_size, group_size]."""
+    groups = x.view(-1, group_size)
+    return groups - groups.mean(1, keepdim=True)
+
+
+def grpo(batch, kl_coef, group_size, scaled=True):
+    """Add the advantages of group-relative policy optimisation (Shao et al., DeepSeekMath, arXiv 2402.03300) to a round, [n, T] and
+    zero on padding, the same for all tokens of a response: its reward less the mean of the group_size answers to its prompt,
+    which stand one after another, divided (if scaled) by their unbiased deviation and 1e-4, as TRL does it. In a group without
+    differences they are exactly zero. As in that paper, equation 3, the KL penalty is no part of them but of the loss, with the
+    coefficient in the round's column kl_coef [n]."""
+    advantages, groups = less_mean(batch["rewards"], group_size), batch["rewards"].view(-1, group_size)
+    if scaled:
+        advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
+    advantages = advantages.masked_fill((groups == groups[:, :1]).all(1, keepdim=True), 0.0)  # not what was rounded off
+    advantages = advantages.view(-1, 1) * batch["mask"]
+    return {**batch, "advantages": advantages, "kl_coef": torch.full_like(batch["rewards"], kl_coef)}
+
+
 def mean_over_tokens(x, mask):
     return (x * mask).sum(1) / mask.sum(1)
 
 
 def record_losses(agent, batch, inds, args):
-    """PPO's losses of the records `inds`, each the mean over its tokens: policy and value [len(inds)]; the ratios
-    [len(inds), T] (one on padding). A minibatch's loss is the mean over its records."""
-    names = (*READ, "logprobs", "advantages", "returns", "values")
-    query, query_mask, response, mask, logprobs, advantages, returns, values = (batch[name][inds] for name in names)
-    newlogprob, newvalue = agent(query, query_mask, response, mask)
-    ratio = ((newlogprob - logprobs) * mask).exp()
+    """What is trained on of the records `inds` [len(inds)], each the mean over its tokens; the parts of it by name, policy_loss and
+    value_loss or, with GRPO, kl_loss; the ratios [len(inds), T] (one on padding). A minibatch's loss is the mean over its
+    records."""
+    mb = {name: x[inds] for name, x in batch.items()}
+    mask, advantages = mb["mask"], mb["advantages"]
+    newlogprob, newvalue = agent(*(mb[name] for name in READ))
+    ratio = ((newlogprob - mb["logprobs"]) * mask).exp()
 
     # Policy loss
     pg_loss1 = -advantages * ratio
     pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    pg_loss = torch.max(pg_loss1, pg_loss2)
+    pg_loss = mean_over_tokens(torch.max(pg_loss1, pg_loss2), mask)
+
+    if args.advantage == "grpo":  # the estimator of the KL penalty that is positive for each token (DeepSeekMath, equation 4)
+        logratio = (mb["ref_logprobs"] - newlogprob) * mask
+        kl_loss = mean_over_tokens(logratio.exp() - logratio - 1, mask)
+        return pg_loss + mb["kl_coef"] * kl_loss, {"policy_loss": pg_loss, "kl_loss": kl_loss}, ratio
 
     # Value loss
-    v_loss = (newvalue - returns).square()
+    v_loss = (newvalue - mb["returns"]).square()
     if args.clip_vloss:
-        v_clipped = values + torch.clamp(newvalue - values, -args.clip_coef, args.clip_coef)
-        v_loss = torch.max(v_loss, (v_clipped - returns).square())
-    return mean_over_tokens(pg_loss, mask), mean_over_tokens(v_loss, mask), ratio
+        v_clipped = mb["values"] + torch.clamp(newvalue - mb["values"], -args.clip_coef, args.clip_coef)
+        v_loss = torch.max(v_loss, (v_clipped - mb["returns"]).square())
+    v_loss = mean_over_tokens(v_loss, mask)
+    return pg_loss + args.vf_coef * v_loss, {"policy_loss": pg_loss, "value_loss": v_loss}, ratio
 
 
 def target_weights(batch, args):
@@ -402,13 +442,17 @@ def target_weights(batch, args):
     f_seq weighs a response by the advantage of its last token, in which the KL penalty of all tokens before it has no part.
     seq_kl weighs it by what the policy gradient of a response taken as one action has: its return (reward and penalties) less
     the value before its first token. That is the advantage of the first token at lambda one, and the sum over its tokens of
-    the TD errors. Like advantages it is whitened, over the responses of the round.
+    the TD errors. Like advantages it is whitened, over the responses of the round. With GRPO, whose advantages know no penalty,
+    it is the advantage less kl_coef times how far log pi - log pi_ref of the response is above its group's mean.
     """
     mask, advantages = batch["mask"], batch["advantages"]
     if args.target == "return":
         return advantages * mask / mask.sum()
     if args.target == "seq":
         weights = advantages.gather(1, mask.sum(1, keepdim=True) - 1)
+    elif args.advantage == "grpo":
+        kl = less_mean(((batch["logprobs"] - batch["ref_logprobs"]) * mask).sum(1), args.group_size).view(-1, 1)
+        weights = advantages[:, :1] - batch["kl_coef"][:, None] * kl
     else:
         discounts = args.gamma ** torch.arange(mask.shape[1], device=mask.device)
         weights = (batch["token_rewards"] * discounts).sum(1, keepdim=True) - batch["values"][:, :1]
@@ -431,8 +475,8 @@ def score(agent, batch, args, validation=None):
         return (weights[inds] * logprobs).sum()
 
     def losses(inds):
-        policy_loss, value_loss, _ = record_losses(agent, batch, scored[inds], args)
-        return policy_loss if args.record_loss == "policy" else policy_loss + args.vf_coef * value_loss
+        loss, parts, _ = record_losses(agent, batch, scored[inds], args)
+        return parts["policy_loss"] if args.record_loss == "policy" else loss
 
     # Forward mode takes little memory, and what has no derivative there is computed in reverse mode. The fast kernels of sdpa
     # can be differentiated once only.
@@ -488,7 +532,7 @@ def minibatches(selection, args, generator):
 
 
 def update(agent, optimizer, batch, selection, args, generator):
-    """PPO's epochs over the selected records. Returns the losses to log, means over this process's share of all records trained
+    """The epochs over the selected records. Returns the losses to log, means over this process's share of all records trained
     on, and the number of optimizer steps."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     rank, size = rank_and_size()
@@ -499,13 +543,13 @@ def update(agent, optimizer, batch, selection, args, generator):
             mine = mb_inds.tensor_split(size)[rank]  # may be empty where the last records are few
             optimizer.zero_grad(set_to_none=size == 1)
             for inds in mine.split(args.micro_batch_size or args.minibatch_size) if len(mine) else ():
-                policy_loss, value_loss, ratio = record_losses(agent, batch, inds, args)
-                ((policy_loss + args.vf_coef * value_loss).sum() / len(mb_inds)).backward()
+                loss, parts, ratio = record_losses(agent, batch, inds, args)
+                (loss.sum() / len(mb_inds)).backward()
                 with torch.no_grad():
                     mask = batch["mask"][inds]
                     kl = mean_over_tokens((ratio - 1) - ratio.log(), mask)
                     clipped = mean_over_tokens(((ratio - 1).abs() > args.clip_coef).float(), mask)
-                    rows.append(torch.stack([policy_loss, value_loss, kl, clipped], 1).detach())
+                    rows.append(torch.stack([*parts.values(), kl, clipped], 1).detach())
             if size > 1:
                 for p in params:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -516,7 +560,7 @@ def update(agent, optimizer, batch, selection, args, generator):
             steps += 1
     agent.eval()
     means = torch.cat(rows).mean(0).tolist() if rows else []
-    return dict(zip(("policy_loss", "value_loss", "approx_kl", "clipfrac"), means)), steps
+    return dict(zip((*parts, "approx_kl", "clipfrac"), means)) if rows else {}, steps
 
 
 def next_kl_coef(kl_coef, kl, args):
@@ -608,8 +652,9 @@ def split_texts(args):
         evaluation, validation = load_texts("--eval-dataset-name", args.eval_dataset_name)[: args.eval_prompts], held_out
         evaluation = [text[: args.eval_characters] for text in evaluation]
     for name, there in (("batch_size", texts), ("eval_prompts", evaluation), ("validation_prompts", validation)):
-        needed, flag = getattr(args, name), f"--{name.replace('_', '-')}"
-        need(needed <= len(there), f"{flag} {needed}: the data has only {len(there)} texts for it")
+        given, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        needed = given if name == "eval_prompts" else given // args.answers
+        need(needed <= len(there), f"{flag} {given}: the data has only {len(there)} texts for it")
     return texts, evaluation, validation
 
 
@@ -622,13 +667,14 @@ def beginnings(tokenizer, texts, args, *key):
 
 
 def draw_prompts(tokenizer, texts, n, args, stream, iteration, fixed=False):
-    """This process's share of the n prompts of a round. Rounds walk through shuffled texts (fixed: they all take the first
-    ones); what does not fill a last round sits the pass out."""
+    """This process's share of the n prompts of a round, of which `args.answers` in a row are the same one. Rounds walk through
+    shuffled texts (fixed: they all take the first ones); what does not fill a last round sits the pass out."""
+    n //= args.answers
     rounds, iteration = len(texts) // n, 0 if fixed else iteration
     order = np.random.default_rng(derive_seed(args.seed, stream, 0, iteration // rounds)).permutation(len(texts))
     chosen = range(n) if fixed else order[iteration % rounds * n :][:n]
     prompts = beginnings(tokenizer, [texts[i] for i in chosen], args, stream, 1, iteration)
-    return [prompts[i] for i in share(n)]
+    return [prompts[i // args.answers] for i in share(n * args.answers)]
 
 
 def make_eval_prompts(agent, tokenizer, texts, args):
@@ -684,6 +730,7 @@ def check_args(args):
         "at least 1": (lambda x: x >= 1, f"{counts} kl_horizon generate_chunk eval_characters"),
         "finite and not negative": (lambda x: 0 <= x < np.inf, f"{amounts} min_response_tokens micro_batch_size"),
         "at least 0 and less than 2**32": (lambda x: 0 <= x < 2**32, "seed"),
+        "at least 2": (lambda x: x >= 2, "group_size"),
         "in [0, 1]": (lambda x: 0 <= x <= 1, "gamma gae_lambda lora_dropout"),
         "in [0, 100]": (lambda x: 0 <= x <= 100, "filter_percent"),
         "finite": (np.isfinite, "vf_coef missing_eos_penalty"),
@@ -699,6 +746,14 @@ def check_args(args):
         for name in names.split():
             value = getattr(args, name)
             need(holds(value), f"--{name.replace('_', '-')} {value} must be {limit}")
+    if args.advantage == "grpo":
+        for name in ("batch_size", "validation_prompts"):
+            good, given = getattr(args, name) % args.group_size == 0, f"--{name.replace('_', '-')} {getattr(args, name)}"
+            need(
+                good,
+                f"{given} must be a multiple of the --group-size {args.group_size}: with --advantage grpo it counts answers",
+            )
+        need(args.target != "return", "--target return is seq but for a factor where all tokens have one advantage: give seq")
     own = {"--filter": ("influence", "random", "reward", "none")}
     for flag, value in (("--filter", args.filter), ("--reward", args.reward)):
         if value and value not in own.get(flag, ()):
@@ -803,8 +858,9 @@ def log_round(writer, args, run, tokenizer, batch, selection, losses, numbers):
         kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
         last = batch["advantages"].gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)
         log_influence(writer, batch["scores"], kept, run.global_step, advantages=last)
-    var_y, residual = (x[mask].var(correction=0).item() for x in (batch["returns"], batch["returns"] - batch["values"]))
-    losses |= {"explained_variance": 1 - residual / var_y if var_y else np.nan} if losses else {}
+    if losses and "returns" in batch:
+        var_y, residual = (x[mask].var(correction=0).item() for x in (batch["returns"], batch["returns"] - batch["values"]))
+        losses["explained_variance"] = 1 - residual / var_y if var_y else np.nan
     about = {
         "reward": batch["rewards"].mean().item(),
         "reward_std": batch["rewards"].std().item() if len(mask) > 1 else 0.0,
@@ -815,6 +871,8 @@ def log_round(writer, args, run, tokenizer, batch, selection, losses, numbers):
         "ended_fraction": ended.any(1).float().mean().item(),
         "empty_responses": int((mask & ~ended).sum(1).eq(0).sum()),
     }
+    if args.advantage == "grpo":
+        about["equal_groups"] = batch["advantages"][:, 0].view(-1, args.group_size).eq(0).all(1).float().mean().item()
     numbers |= {f"rlhf/{name}": value for name, value in about.items()}
     numbers |= {f"losses/{name}": value for name, value in losses.items()}
     for name, value in numbers.items():
@@ -913,6 +971,8 @@ if __name__ == "__main__":
         batch = rollout(agent, reference, tokenizer, reward, prompts, args, generator, device)
         if fault := fault_of(batch, tokenizer, args):
             stop(fault, *saved)
+        if args.advantage == "grpo":
+            return grpo(batch, run.kl_coef, args.group_size, args.norm_adv)
         batch = gae(batch, run.kl_coef, args.gamma, args.gae_lambda)
         return whiten(batch) if args.norm_adv else batch
 
