@@ -313,7 +313,8 @@ def test_scores_of_grpo_against_a_loop_of_autograd(target, record_loss, fresh):
         batch["rewards"][3:] = 0.1
         generator = torch.Generator().manual_seed(8)
         noise = torch.randn(batch["logprobs"].shape, generator=generator, dtype=torch.double)
-        return rlhf.grpo(batch | {"ref_logprobs": batch["logprobs"] + 0.5 * noise}, 0.2, 3)
+        kl = -0.5 * (noise * batch["mask"]).sum(1)
+        return rlhf.grpo(batch | {"ref_logprobs": batch["logprobs"] + 0.5 * noise, "kl": kl}, 0.2, 3)
 
     batch = collected(torch.arange(6))
     valid = collected(torch.tensor([4, 1, 3, 5, 2, 0])) if fresh else batch
@@ -782,13 +783,13 @@ def test_an_interrupted_run_goes_on_where_it_was(folder, tmp_path, monkeypatch):
     "flags, culprit",
     [
         ("--model-name nobody/nothing", "--model-name nobody/nothing cannot be loaded"),
-        ("--model-name ./nowhere", "no such folder"),
-        ("--model-name {}", "a local folder needs config.json"),
+        ("--model-name ./nowhere", "--model-name ./nowhere cannot be loaded"),
+        ("--model-name {}", "give a folder of config.json"),
         ("--model-name {}/bert", "its tokens see the ones after them"),
         ("--model-name {}/small", "its tokenizer has 24 tokens, its embedding only 9"),
         ("--model-name {}/mamba", "mamba has a state"),
         ("--reward-model-name {}/lm", "its weights lack score.weight"),
-        ("--reward-model-name {}/lm2", "needs config.json, the weights (model.safetensors) and the tokenizer"),
+        ("--reward-model-name {}/lm2", "config.json, the weights (model.safetensors) and the tokenizer"),
         ("--reward-model-name {}/classifier --reward-index 2", "2 classes"),
         ("--dataset-name {}/none.txt", "--dataset-name"),
         ("--dataset-name nobody/nothing", "--dataset-name nobody/nothing"),
@@ -800,7 +801,7 @@ def test_an_interrupted_run_goes_on_where_it_was(folder, tmp_path, monkeypatch):
         ("--min-response-tokens 9", "--max-response-tokens 6"),
         ("--temperature 0", "--temperature 0"),
         ("--reward os:nothing", "--reward os:nothing: not"),
-        ("--dataset-name {}/null.jsonl", "row 2 has [None] in text"),
+        ("--dataset-name {}/null.jsonl", "row 2 lacks a field of --dataset-text text"),
         ("--minibatch-size 17", "--minibatch-size 17"),
         ("--filter nothing:here", "--filter nothing:here"),
         ("--filter-percent 101", "--filter-percent"),
@@ -812,8 +813,8 @@ def test_an_interrupted_run_goes_on_where_it_was(folder, tmp_path, monkeypatch):
         ("--eval-model-name tiny", "--eval-prompts"),
         ("--kl-coef -1", "--kl-coef"),
         ("--advantage grpo --group-size 1", "--group-size 1 must be at least 2"),
-        ("--advantage grpo --group-size 3", "--batch-size 16 must be a multiple of the --group-size 3"),
-        ("--advantage grpo --validation-prompts 4", "--validation-prompts 4 must be a multiple of the --group-size 8"),
+        ("--advantage grpo --group-size 3", "--batch-size 16 must be a multiple of the 3 answers to a prompt"),
+        ("--advantage grpo --validation-prompts 4", "--validation-prompts 4 must be a multiple of the 8 answers to a prompt"),
         ("--advantage grpo --target return", "--target return is seq but for a factor"),
         ("--learning-rate 0", "--learning-rate"),
         ("--resume {}/texts.txt", "--resume"),
