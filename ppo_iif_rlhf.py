@@ -30,11 +30,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
+import huggingface_hub as hub
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+import transformers
 import tyro
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as recomputed
@@ -42,17 +44,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from iif_core import filter_bottom, influence_scores, log_influence, target_gradient
 
-try:
-    import huggingface_hub as hub
-    import transformers
-except ImportError:
-    sys.exit("ppo_iif_rlhf.py needs transformers: pip install -r requirements-rlhf.txt")
-
 SCRIPT = "ppo_iif_rlhf.py"
 ROOT = Path(__file__).resolve().parent
 TINY, REVIEWS = ROOT / "models" / "tiny", ROOT / "models" / "reviews.jsonl"  # the defaults, which BUILDER makes
 BUILDER = "benchmarks.reproduce.rlhf_tiny"
-INSTALL = "pip install -r requirements-rlhf.txt"
 READ = ("query", "query_mask", "response", "mask")  # what an agent reads of a round
 PATHS = "model_name reward_model_name dataset_name eval_model_name eval_dataset_name"  # arguments that may be paths
 
@@ -197,11 +192,11 @@ def prepare(args):
 def load_pretrained(flag, name, kind, **kwargs):
     """A model of class transformers.{kind} and its tokenizer. Of a folder that holds a LoRA adapter: its model with the adapter
     merged into it."""
-    folder = TINY / ("lm" if kind == "AutoModelForCausalLM" else "classifier") if name == "tiny" else Path(name)
-    place, missing = str(folder) if folder.is_dir() else name, []
+    place = TINY / ("lm" if kind == "AutoModelForCausalLM" else "classifier") if name == "tiny" else Path(name)
+    place, adapted, missing = str(place), (place / "adapter_config.json").is_file(), []
     remedy = "give a folder of config.json, the weights (model.safetensors) and the tokenizer, or the id of a model of the hub"
     with one_line(f"{flag} {name} cannot be loaded", remedy):
-        if (folder / "adapter_config.json").is_file():
+        if adapted:
             import peft
 
             model = getattr(peft, kind.replace("Auto", "AutoPeft")).from_pretrained(place, **kwargs).merge_and_unload()
@@ -268,13 +263,13 @@ def make_classifier(flag, name, index, device, probability=False, of="response")
     @torch.no_grad()
     def classify(prompts, responses):
         texts = responses if of == "response" else [f"{p} {r}" for p, r in zip(prompts, responses)]
-        values = []
+        texts, logits = [text or " " for text in texts], []  # no tokens at all is no input
         for start in range(0, len(texts), 64):
-            part = [text or " " for text in texts[start : start + 64]]  # no tokens at all is no input
-            inputs = tokenizer(part, return_tensors="pt", padding=True, truncation=True, max_length=most, padding_side="right")
-            logits = model(**{k: v.to(device) for k, v in inputs.items() if k in ("input_ids", "attention_mask")}).logits
-            values.append((logits.float().softmax(-1) if probability else logits.float())[:, index])
-        return torch.cat(values)
+            options = {"padding": True, "padding_side": "right", "truncation": True, "max_length": most}
+            inputs = tokenizer(texts[start : start + 64], return_tensors="pt", **options).to(device)
+            logits.append(model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits.float())
+        logits = torch.cat(logits)
+        return (logits.softmax(-1) if probability else logits)[:, index]
 
     return classify
 
@@ -294,8 +289,8 @@ def make_reward(args, device):
         return reward
     if args.reward_model_name != "lexicon":
         return make_classifier("--reward-model-name", args.reward_model_name, args.reward_index, device, of=args.reward_of)
-    with one_line("--reward-model-name lexicon needs vaderSentiment", INSTALL):
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
     analyzer = SentimentIntensityAnalyzer()
     return lambda _, texts: torch.tensor([analyzer.polarity_scores(text)["compound"] for text in texts], device=device)
 
@@ -430,10 +425,8 @@ def target_weights(batch, args):
     """The weights [n, T] that the log-probs of tokens have in the target, which is their weighted sum.
 
     f_seq weighs a response by the advantage of its last token, in which the KL penalty of all tokens before it has no part.
-    seq_kl weighs it by what the policy gradient of a response taken as one action has: its return (reward and penalties) less
-    the value before its first token. That is the advantage of the first token at lambda one, and the sum over its tokens of
-    the TD errors. Like advantages it is whitened, over the responses of the round. With GRPO, whose advantages know no penalty,
-    it is the advantage less kl_coef times how far log pi - log pi_ref of the response is above its group's mean.
+    seq_kl weighs it by its whole return, penalties included, less the value before its first token (the advantage of that token
+    at lambda one), whitened over responses; with GRPO, by its advantage less kl_coef times its kl above its group's.
     """
     mask, advantages = batch["mask"], batch["advantages"]
     if args.target == "return":
@@ -634,14 +627,10 @@ def split_texts(args):
     if args.eval_dataset_name:
         evaluation, validation = load_texts("--eval-dataset-name", args.eval_dataset_name)[: args.eval_prompts], held_out
         evaluation = [text[: args.eval_characters] for text in evaluation]
-    parts = {
-        "batch_size": (texts, args.answers),
-        "eval_prompts": (evaluation, 1),
-        "validation_prompts": (validation, args.answers),
-    }
-    for name, (there, answers) in parts.items():
-        given, flag = getattr(args, name), f"--{name.replace('_', '-')}"
-        need(given // answers <= len(there), f"{flag} {given}: the data has only {len(there)} texts for it")
+    for name, there in (("batch_size", texts), ("eval_prompts", evaluation), ("validation_prompts", validation)):
+        flag, needed = f"--{name.replace('_', '-')} {getattr(args, name)}", getattr(args, name)
+        needed = needed if name == "eval_prompts" else needed // args.answers
+        need(needed <= len(there), f"{flag}: the data has only {len(there)} texts for it")
     return texts, evaluation, validation
 
 
@@ -711,7 +700,7 @@ def check_args(args):
     """Refuse arguments that cannot work, before anything is started."""
     counts = "batch_size minibatch_size update_epochs torch_threads min_prompt_tokens max_response_tokens score_chunk"
     amounts = "save_every eval_prompts validation_prompts clip_coef max_grad_norm kl_coef lora_r reward_index eval_index"
-    shared = "batch_size minibatch_size validation_prompts eval_prompts"
+    shared, grouped = "batch_size minibatch_size validation_prompts eval_prompts", "batch_size validation_prompts"
     processes, longest, most = int(os.environ.get("WORLD_SIZE", 1)), args.max_prompt_tokens, args.max_response_tokens
     limits = {
         "at least 1": (lambda x: x >= 1, f"{counts} kl_horizon generate_chunk eval_characters"),
@@ -727,20 +716,15 @@ def check_args(args):
         f"at least one round of {args.batch_size}": (lambda x: x >= args.batch_size, "total_timesteps"),
         f"at most the --max-prompt-tokens {longest}": (lambda x: x <= longest, "min_prompt_tokens"),
         f"at most the --max-response-tokens {most}": (lambda x: x <= most, "min_response_tokens"),
-        f"a multiple of the {args.answers} answers to a prompt": (
-            lambda x: x % args.answers == 0,
-            "batch_size validation_prompts",
-        ),
+        f"a multiple of the {args.answers} answers to a prompt": (lambda x: x % args.answers == 0, grouped),
         f"a multiple of the {processes} processes": (lambda x: x % processes == 0, shared),
     }
     for limit, (holds, names) in limits.items():
         for name in names.split():
             value = getattr(args, name)
             need(holds(value), f"--{name.replace('_', '-')} {value} must be {limit}")
-    need(
-        args.target != "return" or args.advantage == "gae",
-        "--target return is seq but for a factor with --advantage grpo: give seq",
-    )
+    factor = args.advantage == "grpo" and args.target == "return"
+    need(not factor, "--target return is, with --advantage grpo, --target seq times a number: give seq")
     own = {"--filter": ("influence", "random", "reward", "none")}
     for flag, value in (("--filter", args.filter), ("--reward", args.reward)):
         if value and value not in own.get(flag, ()):
@@ -792,16 +776,19 @@ def save(path, args, run, params, optimizer):
     os.replace(temporary, path)
 
 
-def stop(message, args, run, params, optimizer):
-    """End the run in all processes with one line, and a checkpoint of the beginning of the round."""
-    rank, size = rank_and_size()
-    if rank == 0:
+@contextlib.contextmanager
+def resumable(args, run, params, optimizer):
+    """On a ValueError, end the run in all processes with one line and a checkpoint of the beginning of the round."""
+    try:
+        yield
+    except ValueError as error:
+        rank, size = rank_and_size()
         path = f"runs/{run.run_name}/checkpoint.pt"
-        save(path, args, run, params, optimizer)
-        message = f"round {run.iteration}: {message}; nothing is lost: --resume {path}"
-    if size > 1:
-        dist.barrier()  # the first to end would end the others
-    sys.exit(message if rank == 0 else 1)
+        if rank == 0:
+            save(path, args, run, params, optimizer)
+        if size > 1:
+            dist.barrier()  # the first to end would end the others
+        sys.exit(1 if rank else f"round {run.iteration}: {error}; nothing is lost: --resume {path}")
 
 
 def check_finite(batch, tokenizer, args):
@@ -929,10 +916,9 @@ if __name__ == "__main__":
     run.kl_coef = args.kl_coef
     if checkpoint:
         vars(run).update({name: checkpoint[name] for name in vars(run)})
-        same = [(name, x.shape) for name, x in checkpoint["agent"].items()] == [(name, p.shape) for name, p in params.items()]
-        need(same, f"--resume {args.resume} holds other weights than --model-name {args.model_name} has")
-        agent.load_state_dict(checkpoint["agent"], strict=False)
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        with one_line(f"--resume {args.resume} holds other weights than --model-name {args.model_name} has"):
+            agent.load_state_dict(agent.state_dict() | checkpoint["agent"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
     writer, folder = start_logging(args, run) if rank == 0 else None, f"runs/{run.run_name}"
     state, start_time, start_step, interrupts = (args, run, params, optimizer), time.time(), run.global_step, []
     evaluation = (args, run, agent, tokenizer, measures, eval_prompts, device)
@@ -949,7 +935,8 @@ if __name__ == "__main__":
         prompts = draw_prompts(tokenizer, texts, n, args, key, run.iteration, fixed)
         generator = stream(args, key + 1, run.iteration, rank, device=device)
         batch = rollout(agent, reference, tokenizer, measures["reward"], prompts, args, generator, device)
-        check_finite(batch, tokenizer, args)
+        with resumable(*state):
+            check_finite(batch, tokenizer, args)
         if args.advantage == "grpo":
             return grpo(batch, run.kl_coef, args.group_size, args.norm_adv)
         batch = gae(batch, run.kl_coef, args.gamma, args.gae_lambda)
@@ -958,22 +945,20 @@ if __name__ == "__main__":
     if args.eval_prompts and not checkpoint:
         log_evaluation(writer, *evaluation)
     while run.iteration < args.num_iterations:
-        k, times = run.iteration, [time.perf_counter()]
-        selection, validation = torch.arange(args.batch_size), None
-        try:
-            batch = collect(texts, args.batch_size, 10)
-            times.append(time.perf_counter())
-            if args.filter != "none":
-                if args.validation_prompts:
-                    validation = collect(validation_texts, args.validation_prompts, 20, args.fixed_validation)
-                batch["scores"] = score(agent, batch, args, validation)
-        except ValueError as error:
-            stop(str(error), *state)
+        k, times, selection = run.iteration, [time.perf_counter()], torch.arange(args.batch_size)
+        batch = collect(texts, args.batch_size, 10)
+        times.append(time.perf_counter())
+
         if args.filter != "none":
+            n, fixed = args.validation_prompts, args.fixed_validation
+            validation = collect(validation_texts, n, 20, fixed) if n else None
+            with resumable(*state):
+                batch["scores"] = score(agent, batch, args, validation)
             selection = select(batch, args, stream(args, 2, k))
         times.append(time.perf_counter())
-        if any(gather_objects(bool(interrupts))):
-            stop("interrupted", *state)
+        with resumable(*state):
+            if any(gather_objects(bool(interrupts))):
+                raise ValueError("interrupted")
 
         torch.manual_seed(derive_seed(args.seed, 4, k, rank))  # of dropout
         losses, steps = update(agent, optimizer, batch, selection, args, stream(args, 1, k))

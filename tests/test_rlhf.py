@@ -815,7 +815,7 @@ def test_an_interrupted_run_goes_on_where_it_was(folder, tmp_path, monkeypatch):
         ("--advantage grpo --group-size 1", "--group-size 1 must be at least 2"),
         ("--advantage grpo --group-size 3", "--batch-size 16 must be a multiple of the 3 answers to a prompt"),
         ("--advantage grpo --validation-prompts 4", "--validation-prompts 4 must be a multiple of the 8 answers to a prompt"),
-        ("--advantage grpo --target return", "--target return is seq but for a factor"),
+        ("--advantage grpo --target return", "--target return is, with --advantage grpo, --target seq times a number"),
         ("--learning-rate 0", "--learning-rate"),
         ("--resume {}/texts.txt", "--resume"),
     ],
