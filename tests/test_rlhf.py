@@ -352,13 +352,18 @@ def test_scores_of_grpo_against_a_loop_of_autograd(target, record_loss, fresh):
         assert set(range(3, 6)) < set(rlhf.select({"scores": scores}, args, None).tolist())
 
 
-def test_ways_that_save_memory_change_nothing(folder):
+@pytest.mark.parametrize("advantage", ["gae", "grpo"])
+def test_ways_that_save_memory_change_nothing(advantage, folder):
     """Micro-batches, layers computed again and another attention: the same scores and the same update."""
     ends = []
     for more in ({}, {"micro_batch_size": 1}, {"gradient_checkpointing": True}, {"attn_implementation": "sdpa"}):
-        args = rlhf.Args(model_name=f"{folder}/lm", batch_size=6, minibatch_size=3, score_chunk=4, **more)
+        given = {"model_name": f"{folder}/lm", "batch_size": 6, "minibatch_size": 3, "score_chunk": 4, "advantage": advantage}
+        args = rlhf.Args(**given, **more)
         agent = rlhf.make_agent(args, "cpu")[0].double()
         batch = make_round(agent, args)
+        if advantage == "grpo":
+            assert agent.value_head is None
+            batch = rlhf.grpo({name: x for name, x in batch.items() if name not in ("advantages", "returns")}, 0.2, 3)
         scores = rlhf.score(agent, batch, args)
         optimizer = torch.optim.SGD(agent.parameters(), 0.1)
         losses, steps = rlhf.update(agent, optimizer, batch, torch.arange(6), args, torch.Generator().manual_seed(2))
@@ -534,8 +539,9 @@ def train_in_process(rank, flags, cwd, variables):
     train(flags, cwd)
 
 
-def test_a_run_of_two_processes(folder, tmp_path):
-    flags = f"{flags_of(folder)} --validation-prompts 8 --eval-prompts 4 --save-model"
+@pytest.mark.parametrize("more", ["", "--advantage grpo --group-size 4 --target seq_kl"])
+def test_a_run_of_two_processes(more, folder, tmp_path):
+    flags = f"{flags_of(folder)} --validation-prompts 8 --eval-prompts 4 --save-model {more}"
     in_processes(2, train_in_process, flags, tmp_path, {})
     (path,) = tmp_path.glob("runs/*")
     assert [step for step, _ in scalars(path)["rlhf/reward"]] == [16, 32] and len(values(path, "eval/reward")) == 3
