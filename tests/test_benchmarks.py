@@ -270,6 +270,12 @@ def test_final_return_and_area():
     assert metrics.area([0.0, 1.0, 5.0]) == 2
 
 
+def test_runs_that_break_down():
+    assert metrics.broken_down("MiniGrid", [0, 0.4, 0.91, 0.5, 0.95, 0.4, 0.2]) == 5  # 0.475 is one half of 0.95
+    assert metrics.broken_down("MiniGrid", [0, 0.4, 0.91, 0.5]) == np.inf
+    assert metrics.broken_down("MiniGrid", [0, 0.9, 0.1]) is None
+
+
 def test_stalled_runs():
     # Acrobot scores 0.05 at -500 + 0.05 * 420 = -479.
     assert metrics.normalise("Acrobot", [-500.0, -80.0]).tolist() == [0, 1]
@@ -338,6 +344,16 @@ def test_advantage_heuristics_by_hand():
     assert filters.h1(batch, 49).tolist() == [0, 2, 3, 4]  # floor(49 * 4 / 100) = 1
     assert filters.h2(batch, 100).tolist() == [3]
     assert filters.h2(batch, 0).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_rounds_that_are_alike_by_hand():
+    # The finished episodes have returns of 1 and 0, what is cut off does not count.
+    assert filters.unless_alike(small_round(), 0.99).tolist() == [0, 1, 2, 3, 4]
+    assert filters.unless_alike(small_round(), 1.01).tolist() == []
+    alike = small_round(rewards=[0.0, 1.0, 0.0, 1.0, 5.0])
+    assert filters.unless_alike_0(alike).tolist() == [] == filters.unless_alike_02(alike).tolist()
+    one = small_round(dones=[False, True, False, False, False])
+    assert len(filters.unless_alike_0(one)) == 5 == len(filters.unless_alike_0(small_round(dones=[False] * 5)))
 
 
 def test_td_error_by_hand():

@@ -5,7 +5,8 @@ optimizer's state and the stream of shuffles that the round had: on the whole ro
 without as many random ones, and (not in the paper) on the whole round with the learning rate at which the policy moves as far
 as without the negative ones: filtering also makes larger steps, and this tells the two apart. Each is evaluated over the same
 seeds. Writes one row a policy (CSV, RUN/explain/interventions.csv; rounds that are in it are not done again) and box plots, over
-runs, of the change in return against the whole round: the paper's section 4.3, figures 5 and 11.
+runs, of the change in return against the whole round: the paper's section 4.3, figures 5 and 11. A second picture has these
+changes against the agreement of the round (iif_core.return_influence): can a user know beforehand which rounds a filter helps?
 """
 
 import sys
@@ -23,7 +24,9 @@ from iif_core import filter_bottom
 
 ARMS = ("whole round", "filtered", "random", "as far")
 COLOURS = ("", "tab:blue", "tab:gray", "tab:orange")
+BANDS = ((-np.inf, 0.25), (0.25, 0.75), (0.75, np.inf))  # of agreement, in the table
 COLUMNS = ("run", "env", "seed", "round", "arm", "return", "stderr", "records", "episodes", "kl", "lr_factor")
+COLUMNS += ("agreement", "noise_scale")  # of the round, as the scripts log them
 
 
 @dataclass
@@ -78,17 +81,32 @@ def intervene(run, snapshot, percent, episodes):
     args, script = snapshot.args, snapshot.script
     envs = snapshot.eval_envs(episodes)
     generator, kl = torch.Generator().manual_seed(script.derive_seed(args.seed, 5, snapshot.round)), {}
+    scores = snapshot.score()
+    numbers = (scores.agreement, scores.noise_scale)
     chosen = selections(snapshot.batch, percent, generator)
     for arm, selection in files.progress(chosen.items(), "policy"):
         factor, agent = as_far(snapshot, selection, kl["filtered"]) if arm == "as far" else (1.0, snapshot.update(selection))
         if agent is None:
-            yield (Path(run).name, args.env_id, args.seed, snapshot.round, arm, "", "", len(selection), episodes, "", "")
+            yield (
+                Path(run).name,
+                args.env_id,
+                args.seed,
+                snapshot.round,
+                arm,
+                "",
+                "",
+                len(selection),
+                episodes,
+                "",
+                "",
+                *numbers,
+            )
             continue
         kl[arm] = divergence(snapshot, agent)
         returns = script.evaluate(agent, envs, episodes, script.derive_seed(args.seed, 6, snapshot.round))
         stderr = returns.std(ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else float("nan")
         row = (Path(run).name, args.env_id, args.seed, snapshot.round, arm, returns.mean(), stderr, len(selection), episodes)
-        yield (*row, kl[arm], factor)
+        yield (*row, kl[arm], factor, *numbers)
 
 
 def labels(percent):
@@ -165,6 +183,64 @@ def table(folder):
     return files.table(header.split("|"), lines, left=2)
 
 
+def changes(rows):
+    """{environment: {arm but the whole round: (agreement [n], change in return [n])}}, of the rounds that have both."""
+    found, whole = {}, {(r["run"], r["round"]): float(r["return"]) for r in rows if r["arm"] == ARMS[0]}
+    for row in rows:
+        agreement = float(row.get("agreement") or "nan")
+        if row["arm"] != ARMS[0] and row["return"] and np.isfinite(agreement):
+            arms = found.setdefault(row["env"], {arm: ([], []) for arm in ARMS[1:]})
+            for values, x in zip(arms[row["arm"]], (agreement, float(row["return"]) - whole[row["run"], row["round"]])):
+                values.append(x)
+    return {env: {arm: tuple(map(np.array, xy)) for arm, xy in arms.items()} for env, arms in found.items()}
+
+
+def correlation(x, y):
+    """Spearman's, with its 95% interval: percentiles of a bootstrap over rounds."""
+    rng = np.random.default_rng(1)
+    picks = rng.integers(len(x), size=(2000, len(x)))
+    low, high = np.nanpercentile([snapshots.spearman(x[i], y[i]) for i in picks], (2.5, 97.5))
+    return snapshots.spearman(x, y), low, high
+
+
+def agreement_table(folder):
+    """Markdown: how the changes of each CSV of a folder go with the agreement of the round."""
+    lines = []
+    for path in sorted(folder.glob("interventions*.csv")):
+        names = labels(float(path.stem.partition("_")[2] or 100))
+        for env, arms in changes(files.read_csv(path)).items():
+            for arm, (x, y) in arms.items():
+                cells = [f"{x.size}", "", *("" for _ in BANDS)]
+                if len(x) > 5:
+                    cells[1] = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*correlation(x, y))
+                for i, (low, high) in enumerate(BANDS, start=2):
+                    band = list(y[(low <= x) & (x < high)])
+                    cells[i] = f"{mean_and_error(band)} ({len(band)})" if band else ""
+                lines.append([env, names[arm], *cells])
+    bands = (f"agreement {text} (rounds)" for text in ("below 0.25", "0.25 to 0.75", "above 0.75"))
+    header = ["environment", "update", "rounds", "rank correlation of change and agreement [95%]", *bands]
+    return files.table(header, lines, left=2)
+
+
+def plot_agreement(rows, folder, percent):
+    """Changes in return against the agreement of the round: one panel an environment."""
+    plt, found = files.pyplot(), changes(rows)
+    fig, axes = plt.subplots(1, len(found), figsize=(3.6 * len(found), 3.2), dpi=110, squeeze=False)
+    for ax, (env, arms) in zip(axes[0], found.items()):
+        for (arm, (x, y)), colour in zip(arms.items(), COLOURS[1:]):
+            label = labels(percent)[arm]
+            if len(x) > 5:
+                label += ", {:+.2f} [{:+.2f}, {:+.2f}]".format(*correlation(x, y))
+            ax.scatter(x, y, s=12, color=colour, alpha=0.7, lw=0, label=label)
+        ax.axhline(0, color="tab:red", ls="--", lw=1)
+        ax.set(xlabel="agreement of the round", ylabel="change in return", title=env)
+        ax.legend(frameon=False, fontsize=6)
+        ax.spines[["top", "right"]].set_visible(False)
+    fig.tight_layout()
+    save_figure(fig, folder / f"agreement{suffix(percent)}.png")
+    plt.close(fig)
+
+
 def mean_and_error(x):
     if len(x) < 2:
         return f"{x[0]:+.2g}" if x else "–"
@@ -181,14 +257,16 @@ def main(args):
     rows = files.read_csv(path) if path.exists() else []
     for run, k in files.progress([(run, k) for run in todo for k in todo[run]], "round"):
         mine = [r for r in rows if r["run"] == Path(run).name and r["round"] == str(k)]
-        if len(mine) == len(ARMS) and {r["episodes"] for r in mine} == {str(args.episodes)}:
+        if len(mine) == len(ARMS) and {r["episodes"] for r in mine} == {str(args.episodes)} and "agreement" in mine[0]:
             continue
         new = list(intervene(run, snapshots.load(run, k, args.any_version), args.percent, args.episodes))
         rows = [r for r in rows if r not in mine] + [{c: str(x) for c, x in zip(COLUMNS, row)} for row in new]
-        write_csv(path, COLUMNS, [[row[c] for c in COLUMNS] for row in rows], quiet=True)
+        write_csv(path, COLUMNS, [[row.get(c, "") for c in COLUMNS] for row in rows], quiet=True)
         files.say(f"{run}, round {k}: " + ", ".join(f"{row[4]} {row[5]}" for row in new))
     print(f"written to {path}")
     plot(rows, folder, args.percent)
+    if changes(rows):
+        plot_agreement(rows, folder, args.percent)
 
 
 if __name__ == "__main__":

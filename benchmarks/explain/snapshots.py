@@ -52,6 +52,11 @@ class Snapshot:
         _, shuffles, _ = self.script.random_streams(self.args.seed, self.round)
         return agent, optimizer, shuffles
 
+    def score(self):
+        """The round's scores, computed anew from theta(k): with their agreement and noise scale, which a file does not hold."""
+        _, _, filters = self.script.random_streams(self.args.seed, self.round)
+        return self.script.score(self.agent(), self.batch, self.args, filters)
+
     def eval_envs(self, num_episodes):
         """The environments for the script's evaluate of so many episodes, with the statistics of this round."""
         envs = self.script.make_eval_envs(replace(self.args, eval_episodes=num_episodes))
@@ -173,12 +178,11 @@ def load(run, k, any_version=False):
     if "statistics" in data:
         script.set_statistics(envs, args, data["statistics"])
     try:
-        agent = snapshot.agent()
+        snapshot.agent()
     except RuntimeError:
         sys.exit(f"{path} holds another network than {data['script']} has for --env-id {args.env_id}")
     if "scores" not in snapshot.batch:  # --filter none
-        _, _, filters = script.random_streams(args.seed, k)
-        snapshot.batch["scores"] = script.score(agent, snapshot.batch, args, filters)
+        snapshot.batch["scores"] = snapshot.score()
     return snapshot
 
 

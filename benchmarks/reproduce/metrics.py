@@ -19,6 +19,7 @@ itself and the up to four before it (`smooth`).
 - Normalised score: (return - low) / (high - low), with the fixed values of REFERENCE.
 - A run is stalled if more than half of its evaluations at k >= 1 have a normalised score below 0.05; it is stalled at the end
   if its final return has.
+- A run has broken down if, after a normalised score of at least 0.95, one is below 0.5.
 - Over seeds: mean, standard error (standard deviation with n - 1, over sqrt(n)), and the 95% interval mean +- t * SE with the
   0.975 quantile of Student's t for n - 1 degrees of freedom.
 """
@@ -101,6 +102,16 @@ def area(returns):
 def normalise(environment, returns):
     low, high = REFERENCE[environment]
     return (np.asarray(returns) - low) / (high - low)
+
+
+def broken_down(environment, returns):
+    """The first k of a normalised score below one half after one of at least 0.95; inf if there is none, None if it never was."""
+    scores = normalise(environment, np.asarray(returns))
+    solved = np.flatnonzero(scores >= 0.95)
+    if not len(solved):
+        return None
+    lost = np.flatnonzero(scores[solved[0] :] < 0.5)
+    return solved[0] + lost[0] if len(lost) else np.inf
 
 
 def stalled(environment, returns):

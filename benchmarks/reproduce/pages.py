@@ -263,6 +263,23 @@ def stalled_table(data):
     return table(header, rows)
 
 
+def broken_table(data):
+    """How many runs solved their environment, and lost it again."""
+    rows = []
+    for e, arms in data.items():
+        for arm, curves in arms.items():
+            found = [metrics.broken_down(e, curve.returns) for curve in curves.values()]
+            solved = [k for k in found if k is not None]
+            cells = [
+                len(found),
+                len(solved),
+                sum(k < np.inf for k in solved),
+                ", ".join(f"{k:.0f}" for k in solved if k < np.inf),
+            ]
+            rows.append([f"{e}, {arm}", *cells])
+    return table(["", "seeds", "solved", "of these broken down", "after rounds"], rows)
+
+
 # ---- the head of the page
 
 

@@ -113,6 +113,12 @@ def rules(environment, *names):
 RATES = [f"lr x {factor}" for factor in (1, 4, 16)]
 FOUR = ("influence", "influence, signal", "none", "random")
 CLIPPED = {"influence, clipped against none, clipped": ("influence, clipped", "none, clipped")}
+SOLVED = {
+    "none": "--filter none",
+    "not normalised": "--filter none --no-norm-adv",
+    "clipped": "--filter none --max-grad-norm 0.5",
+    "alike left out": "--filter benchmarks.variants.filters:unless_alike_02 --filter-when always",
+}
 AGAINST_PERCENT = {
     **{f"{p}% against none": (p, "none") for p in ("6.25", "12.5", "25", "50", "100")},
     "random at the paper's percent against none": ("random", "none"),
@@ -217,6 +223,21 @@ SUITES = [
             pages.efficiency_table(data, {**pages.AGAINST, **CLIPPED}, smoothed=True),
         ],
         timed=True,
+    ),
+    Suite(
+        "solved",
+        "Runs that break down once they have solved MiniGrid",
+        "With Adam and without clipping, MiniGrid's runs that have solved it lose it again (see [adam](../adam/README.md)). When all"
+        " episodes are alike, advantages are divided by a vanishing spread: is that the cause, and what prevents it? `not normalised`:"
+        " --no-norm-adv. `clipped`: gradients clipped at a norm of 0.5. `alike left out`: no update in rounds whose episodes' returns"
+        " are within 0.02 (benchmarks/variants/filters.py). All arms are plain PPO. Broken down: after a"
+        " normalised score of at least 0.95, a return of 0.9, one below 0.5.",
+        [entry("MiniGrid", own=SOLVED, extra=f"{ADAM} 0.0003")],
+        lambda data: [
+            pages.broken_table(data),
+            pages.returns_table(data, {f"{arm} against none": (arm, "none") for arm in SOLVED}),
+        ],
+        each_run=True,
     ),
     Suite(
         "percent",

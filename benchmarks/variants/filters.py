@@ -1,5 +1,5 @@
-"""Other rules for `--filter module:function`, as the paper's appendices describe them: heuristics on the advantages (B.4) and
-weighting by the TD error (B.5). For one environment (`--num-envs 1`), whose round is in the order of time.
+"""Other rules for `--filter module:function`: those of the paper's appendices, heuristics on the advantages (B.4) and weighting
+by the TD error (B.5); and one that leaves out rounds. For one environment (`--num-envs 1`), whose round is in the order of time.
 
 A rule gets the round, a dict of flat tensors [N], and returns the indices of the records to keep, or a sampling weight each.
 """
@@ -68,5 +68,17 @@ def td_error(batch, alpha=0.6, gamma=GAMMA):
     return weights
 
 
+def unless_alike(batch, spread):
+    """All records, or none, which leaves the round out, if the returns of its finished episodes are within `spread`.
+
+    (An episode begun in the round before counts with its rewards in this one.)
+    """
+    episode = batch["dones"].cpu().long().cumsum(0) - batch["dones"].cpu().long()
+    returns = torch.zeros(len(episode) + 1).index_add_(0, episode, batch["rewards"].cpu())[: batch["dones"].sum()]
+    alike = len(returns) > 1 and returns.max() - returns.min() <= spread
+    return torch.arange(0 if alike else len(episode))
+
+
+unless_alike_0, unless_alike_02 = partial(unless_alike, spread=1e-6), partial(unless_alike, spread=0.02)
 h1_50, h2_50 = partial(h1, percent=50), partial(h2, percent=50)
 h1_12_5, h2_12_5 = partial(h1, percent=12.5), partial(h2, percent=12.5)

@@ -62,12 +62,18 @@ class Directions:
         self.script, self.decay, self.old, self.direction = script, decay, None, None
 
     def __call__(self, agent, batch, args, generator):
+        stream = generator.get_state()
         scores = self.script.score(agent, batch, args, generator)
         if self.old is not None:  # at theta(k), by the policy ratio to the policy that collected them
+            advantages = self.normalized(batch["advantages"], args, generator.set_state(stream))
             fresh = target_gradient(agent, lambda: self.target(agent, self.old))
             old = self.direction or fresh
             self.direction = {name: self.decay * old[name] + (1 - self.decay) * fresh[name] for name in fresh}
-            other = influence_scores(agent, lambda i: self.losses(agent, batch, args, i), self.direction, args.batch_size)
+
+            def losses(inds):
+                return -advantages[inds] * agent.get_logprob(batch["obs"][inds], batch["actions"][inds])
+
+            other = influence_scores(agent, losses, self.direction, args.batch_size)
             other.agreement, other.noise_scale = scores.agreement, scores.noise_scale
             scores = other
         self.old = {name: batch[name] for name in ("obs", "actions", "logprobs", "advantages")}
@@ -79,11 +85,13 @@ class Directions:
         return (batch["advantages"] * ratio).mean()
 
     @staticmethod
-    def losses(agent, batch, args, inds):
-        advantages = batch["advantages"]
-        if args.norm_adv:
-            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        return -advantages[inds] * agent.get_logprob(batch["obs"][inds], batch["actions"][inds])
+    def normalized(advantages, args, generator):
+        """As the script's score has them: within minibatches of the same shuffle."""
+        if args.norm_adv and args.minibatch_size > 1:
+            advantages = advantages.clone()
+            for inds in torch.randperm(args.batch_size, generator=generator).split(args.minibatch_size):
+                advantages[inds] = (advantages[inds] - advantages[inds].mean()) / (advantages[inds].std() + 1e-8)
+        return advantages
 
 
 def moved(agent, batch):
