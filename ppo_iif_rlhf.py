@@ -954,7 +954,8 @@ if __name__ == "__main__":
             validation = collect(validation_texts, n, 20, fixed) if n else None
             with resumable(*state):
                 batch["scores"] = score(agent, batch, args, validation)
-            selection = select(batch, args, stream(args, 2, k))
+            if batch["scores"].any():  # else nothing tells good records from bad ones
+                selection = select(batch, args, stream(args, 2, k))
         times.append(time.perf_counter())
         with resumable(*state):
             if any(gather_objects(bool(interrupts))):

@@ -623,7 +623,7 @@ def test_a_run_of_grpo(more, folder, tmp_path):
 
 
 def test_a_round_of_grpo_without_differences_teaches_only_the_penalty(folder, tmp_path):
-    flags = f"{flags_of(folder)} --advantage grpo --group-size 4 --reward toy_rewards:of_prompts --filter influence"
+    flags = f"{flags_of(folder)} --advantage grpo --group-size 4 --reward toy_rewards:of_prompts --filter-of all"
     _, done = train(flags, tmp_path)
     assert values(done, "rlhf/equal_groups") == [1, 1] and values(done, "influence/records_kept") == [16, 16]
     assert values(done, "losses/policy_loss") == [0, 0] and np.isfinite(values(done, "losses/kl_loss")).all()
