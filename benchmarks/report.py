@@ -18,7 +18,7 @@ import tyro
 from benchmarks.cost import atari, compiling, environments, halfcheetah, random_play, scaling, scoring, throughput
 from benchmarks.explain import attribution, intervene, local_check, records
 from benchmarks.files import RESULTS, ROOT
-from benchmarks.reproduce import fixed_reference, learning, rlhf_controller, rlhf_kl, summary
+from benchmarks.reproduce import fixed_reference, learning, rlhf_controller, rlhf_grpo, rlhf_kl, summary
 from benchmarks.reproduce.suites import SUITES
 from benchmarks.variants import dqn, envpool_highway
 
@@ -49,6 +49,7 @@ PAGES |= {  # page: {block: (results) -> its Markdown}
     },
     "language_models": {
         "frontier": rlhf_kl.state,
+        "grpo": lambda results: rlhf_kl.state(results, rlhf_grpo.SUITE),
         "controller": lambda results: rlhf_controller.SUITE.body(results),
     },
     "benchmarks": {"paper": summary.paper, "sceptic": summary.sceptic, "suites": summary.suites},

@@ -519,6 +519,36 @@ def test_report_of_language_models_at_equal_kl_by_hand(tmp_path):
     assert (tmp_path / "rlhf_kl" / "rlhf_kl.png").stat().st_size > 2000
 
 
+def test_report_of_grpo_beside_plain_ppo_by_hand(tmp_path):
+    """GRPO's points (KL, reward) are (2, 0.2), (6, 0.6): at equal KL 4 it has 0.4, plain PPO, of its own suite, 0.3, and f_seq 0.5."""
+    assert SUITES["rlhf_grpo"].load(tmp_path) == {}
+    for suite, arm, kl, value in (
+        ("rlhf_grpo", "GRPO, kl 0.2", 2, 0.2),
+        ("rlhf_grpo", "GRPO, kl 0.1", 6, 0.6),
+        ("rlhf_grpo", "GRPO, f_seq, fresh, kl 0.2", 4, 0.5),
+        ("rlhf_grpo", "GRPO, f_seq, fresh, kl 0.1", 7, 0.9),
+        ("rlhf_kl", "none, kl 0.01", 4, 0.3),
+        ("rlhf_kl", "none, kl 0.02", 1, 0.1),
+        ("rlhf_kl", "f_seq, kl 0.02", 1, 0.1),
+    ):
+        (r,) = SUITES[suite].runs(seeds=1, names=(arm,))
+        rows = []
+        for k in range(5):
+            did = [96, 0.25, 1, 0, 1] if k < 4 else [""] * 5
+            more = [0.3, kl, 20] if k < 4 else [""] * 3
+            rows.append([suite, "reviews", arm, 100, "adam", 101, k, 128 * k, value, 128, *did, k, *more, value + 0.1])
+        run.save(tmp_path, r, rows, {"run": r.name, "command": r.command})
+    page = SUITES["rlhf_grpo"].body(tmp_path)
+    assert "above GRPO at equal KL" in page and "|f_seq|" not in page.replace(" ", "")
+    assert cells(page, "GRPO, f_seq, fresh")[0] == "0.1|1|7.0|0.900|1.000|0.100|0.100|25".split("|")
+    assert cells(page, "PPO")[0] == "0.01|1|4.0|0.300|0.400|-0.100|-0.100|25".split("|")
+    assert rlhf_kl.state(tmp_path, SUITES["rlhf_grpo"]).startswith(
+        "**4 of 24 runs are in** (GRPO: 2 of 12; GRPO, f_seq, fresh: 2 of 12)."
+    )
+    report.draw("rlhf_grpo", tmp_path)
+    assert (tmp_path / "rlhf_grpo" / "rlhf_grpo.png").stat().st_size > 2000
+
+
 def test_report_of_the_kl_controller_by_hand(tmp_path):
     """Of the KLs 1, 3, 4 and 6 only 4 is within a fifth of the target 4 (3.2 to 4.8)."""
     (r,) = SUITES["rlhf_controller"].runs(names=("target 4, horizon 1000",))

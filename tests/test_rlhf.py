@@ -152,15 +152,46 @@ def test_clipping_of_policy_and_value_losses():
     batch["returns"] = torch.tensor([[1.0, 0.5, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
     newvalue = torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.1, 5.0, 5.0, 5.0]])
     args = rlhf.Args(clip_coef=0.2, clip_vloss=True)
-    policy, value, ratio = rlhf.record_losses(lambda *_: (ratios.log(), newvalue), batch, torch.arange(2), args)
+    loss, parts, ratio = rlhf.record_losses(lambda *_: (ratios.log(), newvalue), batch, torch.arange(2), args)
+    policy, value = parts["policy_loss"], parts["value_loss"]
     # max(-A r, -A clamp(r)): -1.2, 1.5, -0.5, 0.8; and -2.2
     torch.testing.assert_close(policy, torch.tensor([(-1.2 + 1.5 - 0.5 + 0.8) / 4, -2.2]))
     # the larger of (0.5 - R)^2 and (0.2 - R)^2: 0.64, 0.09, 0.25, 2.25; and 0.01
     torch.testing.assert_close(value, torch.tensor([(0.64 + 0.09 + 0.25 + 2.25) / 4, 0.01]))
+    torch.testing.assert_close(loss, policy + 0.05 * value)
     assert torch.equal(ratio[1, 1:], torch.ones(3))
     args.clip_vloss = False
-    _, value, _ = rlhf.record_losses(lambda *_: (ratios.log(), newvalue), batch, torch.arange(2), args)
-    torch.testing.assert_close(value[0], torch.tensor((0.25 + 0 + 0.25 + 2.25) / 4))
+    _, parts, _ = rlhf.record_losses(lambda *_: (ratios.log(), newvalue), batch, torch.arange(2), args)
+    torch.testing.assert_close(parts["value_loss"][0], torch.tensor((0.25 + 0 + 0.25 + 2.25) / 4))
+
+
+def test_advantages_of_groups():
+    """Rewards 1, 3 and 2, 2.5 less their groups' means; three times 0.1, whose mean is not 0.1 as float32 has it, are no difference."""
+    mask = torch.tensor([[True, True]] * 3 + [[True, False]])
+    batch = {"rewards": torch.tensor([1.0, 3.0, 2.0, 2.5]), "mask": mask}
+    done = rlhf.grpo(batch, 0.3, 2)
+    first, second = 1 / (2**0.5 + 1e-4), 0.25 / (0.125**0.5 + 1e-4)
+    expected = torch.tensor([[-first, -first], [first, first], [-second, -second], [second, 0.0]])
+    torch.testing.assert_close(done["advantages"], expected)
+    torch.testing.assert_close(done["kl_coef"], torch.full((4,), 0.3))
+    unscaled = rlhf.grpo(batch, 0.3, 2, scaled=False)["advantages"]
+    torch.testing.assert_close(unscaled, torch.tensor([[-1.0, -1.0], [1.0, 1.0], [-0.25, -0.25], [0.25, 0.0]]))
+    alike = {"rewards": torch.tensor([0.1] * 3 + [0.0, 0.1, 0.1]), "mask": torch.ones(6, 2, dtype=torch.bool)}
+    done = rlhf.grpo(alike, 0.3, 3)["advantages"]
+    assert not done[:3].any() and done[3:].all()
+
+
+def test_the_kl_penalty_of_grpo_is_in_the_loss():
+    """pi_ref / pi of 2, 1/2 and 1: 2 - log 2 - 1, 1/2 + log 2 - 1 and 0; the policy loss as with PPO."""
+    batch = {name: torch.zeros(1, 4) for name in ("query", "query_mask", "response", "logprobs")}
+    batch |= {"mask": torch.tensor([[True, True, True, False]]), "kl_coef": torch.tensor([0.5])}
+    batch |= {"advantages": torch.tensor([[2.0, 2.0, 2.0, 0.0]]), "ref_logprobs": torch.tensor([[2.0, 0.5, 1.1, 1.0]]).log()}
+    newlogprob = torch.tensor([[1.0, 1.0, 1.1, 1e-30]]).log()
+    args = rlhf.Args(advantage="grpo")
+    loss, parts, _ = rlhf.record_losses(lambda *_: (newlogprob, None), batch, torch.arange(1), args)
+    torch.testing.assert_close(parts["kl_loss"], torch.tensor([0.5 / 3]))
+    torch.testing.assert_close(parts["policy_loss"], torch.tensor([-2 * 3.1 / 3]))
+    torch.testing.assert_close(loss, torch.tensor([-6.2 / 3 + 0.25 / 3]))
 
 
 def test_the_kl_controller():
@@ -267,13 +298,72 @@ def test_scores_against_a_loop_of_autograd(lora, target, record_loss):
     assert not agent.training and all(p.grad is None for p in params)
 
 
-def test_ways_that_save_memory_change_nothing(folder):
+@pytest.mark.parametrize(
+    "target, record_loss, fresh", [("seq", "policy", False), ("seq", "ppo", True), ("seq_kl", "policy", True)]
+)
+def test_scores_of_grpo_against_a_loop_of_autograd(target, record_loss, fresh):
+    """Two groups of three answers; those of the second have one reward, so that only their KL penalty can teach anything."""
+    agent = make_agent()
+    agent.value_head = None
+    args = rlhf.Args(batch_size=6, advantage="grpo", group_size=3, target=target, record_loss=record_loss, score_chunk=4)
+
+    def collected(order):
+        batch = {name: x[order] for name, x in make_round(agent, args).items()}
+        batch = {name: batch[name] for name in (*rlhf.READ, "logprobs", "rewards")}
+        batch["rewards"][3:] = 0.1
+        generator = torch.Generator().manual_seed(8)
+        noise = torch.randn(batch["logprobs"].shape, generator=generator, dtype=torch.double)
+        kl = -0.5 * (noise * batch["mask"]).sum(1)
+        return rlhf.grpo(batch | {"ref_logprobs": batch["logprobs"] + 0.5 * noise, "kl": kl}, 0.2, 3)
+
+    batch = collected(torch.arange(6))
+    valid = collected(torch.tensor([4, 1, 3, 5, 2, 0])) if fresh else batch
+    params = list(agent.parameters())
+
+    def gradient(value):
+        return torch.cat([g.flatten() for g in torch.autograd.grad(value, params)])
+
+    def logratio(rounds, i):
+        logprobs, _ = alone(agent, rounds, i)
+        return rounds["ref_logprobs"][i][: len(logprobs)] - logprobs, logprobs
+
+    agent.value_head = torch.nn.Linear(16, 1).double()  # that the function `alone` has one to look at
+    kls = [-logratio(valid, i)[0].sum().detach() for i in range(6)]
+    value = 0
+    for i in range(6):
+        group = range(3) if i < 3 else range(3, 6)
+        rewards = valid["rewards"][group.start : group.stop]
+        weight = 0.0 if i >= 3 else (rewards[i] - rewards.mean()) / (rewards.std() + 1e-4)
+        if target == "seq_kl":
+            weight = weight - 0.2 * (kls[i] - sum(kls[j] for j in group) / 3)
+        value = value + weight * alone(agent, valid, i)[0].sum() / 6
+    direction, expected = gradient(value), []
+    for i in range(6):
+        ratio, logprobs = logratio(batch, i)
+        loss = -(batch["advantages"][i, 0] * (logprobs - logprobs.detach()).exp()).mean()
+        if record_loss == "ppo":
+            loss = loss + 0.2 * (ratio.exp() - ratio - 1).mean()
+        expected.append(-gradient(loss) @ direction)
+    agent.value_head = None
+    scores = rlhf.score(agent, batch, args, valid if fresh else None)
+    torch.testing.assert_close(scores, torch.stack(expected), rtol=1e-6, atol=1e-9)
+    assert (scores[:3] != 0).all() and (scores[3:] == 0).all() == (record_loss == "policy")
+    if record_loss == "policy":  # what teaches nothing is not harmful
+        assert set(range(3, 6)) < set(rlhf.select({"scores": scores}, args, None).tolist())
+
+
+@pytest.mark.parametrize("advantage", ["gae", "grpo"])
+def test_ways_that_save_memory_change_nothing(advantage, folder):
     """Micro-batches, layers computed again and another attention: the same scores and the same update."""
     ends = []
     for more in ({}, {"micro_batch_size": 1}, {"gradient_checkpointing": True}, {"attn_implementation": "sdpa"}):
-        args = rlhf.Args(model_name=f"{folder}/lm", batch_size=6, minibatch_size=3, score_chunk=4, **more)
+        given = {"model_name": f"{folder}/lm", "batch_size": 6, "minibatch_size": 3, "score_chunk": 4, "advantage": advantage}
+        args = rlhf.Args(**given, **more)
         agent = rlhf.make_agent(args, "cpu")[0].double()
         batch = make_round(agent, args)
+        if advantage == "grpo":
+            assert agent.value_head is None
+            batch = rlhf.grpo({name: x for name, x in batch.items() if name not in ("advantages", "returns")}, 0.2, 3)
         scores = rlhf.score(agent, batch, args)
         optimizer = torch.optim.SGD(agent.parameters(), 0.1)
         losses, steps = rlhf.update(agent, optimizer, batch, torch.arange(6), args, torch.Generator().manual_seed(2))
@@ -449,12 +539,32 @@ def train_in_process(rank, flags, cwd, variables):
     train(flags, cwd)
 
 
-def test_a_run_of_two_processes(folder, tmp_path):
-    flags = f"{flags_of(folder)} --validation-prompts 8 --eval-prompts 4 --save-model"
+@pytest.mark.parametrize("more", ["", "--advantage grpo --group-size 4 --target seq_kl"])
+def test_a_run_of_two_processes(more, folder, tmp_path):
+    flags = f"{flags_of(folder)} --validation-prompts 8 --eval-prompts 4 --save-model {more}"
     in_processes(2, train_in_process, flags, tmp_path, {})
     (path,) = tmp_path.glob("runs/*")
     assert [step for step, _ in scalars(path)["rlhf/reward"]] == [16, 32] and len(values(path, "eval/reward")) == 3
     assert torch.load(path / "ppo_iif_rlhf.cleanrl_model")["iteration"] == 2
+
+
+def grpo_in_share(rank, folder, file):
+    """Groups of 8 answers of which each process gives 4."""
+    dist.init_process_group("gloo")
+    args = rlhf.Args(model_name=f"{folder}/lm", dataset_name=f"{folder}/texts.txt", advantage="grpo", batch_size=8)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "lm")
+    prompts = rlhf.draw_prompts(tokenizer, rlhf.load_texts("", args.dataset_name), 8, args, 10, 0)
+    rewards = rlhf.gather(torch.arange(4.0) + 4 * rank)
+    done = rlhf.grpo({"rewards": rewards, "mask": torch.ones(8, 1, dtype=torch.bool)}, 0.1, args.group_size, scaled=False)
+    torch.save((prompts, done["advantages"]), f"{file}{rank}")
+    dist.destroy_process_group()
+
+
+def test_a_group_may_be_of_two_processes(folder, tmp_path):
+    in_processes(2, grpo_in_share, folder, str(tmp_path / "part"))
+    (first, advantages), (second, same) = (torch.load(tmp_path / f"part{rank}") for rank in (0, 1))
+    assert first == second == [first[0]] * 4
+    assert torch.equal(advantages, same) and torch.equal(advantages[:, 0], torch.arange(8) - 3.5)
 
 
 # ---- runs
@@ -493,6 +603,30 @@ def test_a_run_of_each_arm(arm, folder, tmp_path):
     if arm == "random":
         assert [step for step, _ in rows["eval/reward"]] == [0, *steps]
         assert all(0 < x < 1 for x in values(done, "eval/classifier"))
+
+
+@pytest.mark.parametrize("more", ["", "--validation-prompts 8 --target seq_kl --micro-batch-size 1 --record-loss ppo"])
+def test_a_run_of_grpo(more, folder, tmp_path):
+    """Cut and resumed, it ends like one that never stopped."""
+    flags = f"{flags_of(folder)} --advantage grpo --group-size 4 --save-every 1 --save-model --filter influence {more}"
+    _, whole = train(f"{flags} --total-timesteps 48", tmp_path)
+    _, cut = train(f"{flags} --total-timesteps 32", tmp_path)
+    assert run(f"--resume {cut}/checkpoint.pt --total-timesteps 48", tmp_path)[0] is None
+    ends = [torch.load(path / "ppo_iif_rlhf.cleanrl_model")["agent"] for path in (whole, cut)]
+    assert all(torch.equal(p, ends[1][name]) for name, p in ends[0].items()) and not any("value" in name for name in ends[0])
+    rows = scalars(whole)
+    assert rows["losses/kl_loss"][1][1] > 0 and not {"losses/value_loss", "losses/explained_variance"} & rows.keys()
+    assert 0 < values(whole, "influence/negative_fraction")[0] < 1
+    text = EventAccumulator(str(whole)).Reload().Tensors("samples/text_summary")[0]
+    prompts = [row.split("|")[5] for row in text.tensor_proto.string_val[0].decode().split("\n")[2:]]
+    assert len(prompts) == 16 and all(prompts.count(prompt) % 4 == 0 for prompt in prompts)
+
+
+def test_a_round_of_grpo_without_differences_teaches_only_the_penalty(folder, tmp_path):
+    flags = f"{flags_of(folder)} --advantage grpo --group-size 4 --reward toy_rewards:of_prompts --filter-of all"
+    _, done = train(flags, tmp_path)
+    assert values(done, "rlhf/equal_groups") == [1, 1] and values(done, "influence/records_kept") == [16, 16]
+    assert values(done, "losses/policy_loss") == [0, 0] and np.isfinite(values(done, "losses/kl_loss")).all()
 
 
 def test_the_first_round_is_the_same_in_every_arm_and_a_run_repeats(folder, tmp_path):
@@ -655,13 +789,13 @@ def test_an_interrupted_run_goes_on_where_it_was(folder, tmp_path, monkeypatch):
     "flags, culprit",
     [
         ("--model-name nobody/nothing", "--model-name nobody/nothing cannot be loaded"),
-        ("--model-name ./nowhere", "no such folder"),
-        ("--model-name {}", "a local folder needs config.json"),
+        ("--model-name ./nowhere", "--model-name ./nowhere cannot be loaded"),
+        ("--model-name {}", "give a folder of config.json"),
         ("--model-name {}/bert", "its tokens see the ones after them"),
         ("--model-name {}/small", "its tokenizer has 24 tokens, its embedding only 9"),
         ("--model-name {}/mamba", "mamba has a state"),
         ("--reward-model-name {}/lm", "its weights lack score.weight"),
-        ("--reward-model-name {}/lm2", "needs config.json, the weights (model.safetensors) and the tokenizer"),
+        ("--reward-model-name {}/lm2", "config.json, the weights (model.safetensors) and the tokenizer"),
         ("--reward-model-name {}/classifier --reward-index 2", "2 classes"),
         ("--dataset-name {}/none.txt", "--dataset-name"),
         ("--dataset-name nobody/nothing", "--dataset-name nobody/nothing"),
@@ -673,7 +807,7 @@ def test_an_interrupted_run_goes_on_where_it_was(folder, tmp_path, monkeypatch):
         ("--min-response-tokens 9", "--max-response-tokens 6"),
         ("--temperature 0", "--temperature 0"),
         ("--reward os:nothing", "--reward os:nothing: not"),
-        ("--dataset-name {}/null.jsonl", "row 2 has [None] in text"),
+        ("--dataset-name {}/null.jsonl", "row 2 lacks a field of --dataset-text text"),
         ("--minibatch-size 17", "--minibatch-size 17"),
         ("--filter nothing:here", "--filter nothing:here"),
         ("--filter-percent 101", "--filter-percent"),
@@ -684,6 +818,10 @@ def test_an_interrupted_run_goes_on_where_it_was(folder, tmp_path, monkeypatch):
         ("--eval-prompts 21", "only 20 texts"),
         ("--eval-model-name tiny", "--eval-prompts"),
         ("--kl-coef -1", "--kl-coef"),
+        ("--advantage grpo --group-size 1", "--group-size 1 must be at least 2"),
+        ("--advantage grpo --group-size 3", "--batch-size 16 must be a multiple of the 3 answers to a prompt"),
+        ("--advantage grpo --validation-prompts 4", "--validation-prompts 4 must be a multiple of the 8 answers to a prompt"),
+        ("--advantage grpo --target return", "--target return is, with --advantage grpo, --target seq times a number"),
         ("--learning-rate 0", "--learning-rate"),
         ("--resume {}/texts.txt", "--resume"),
     ],

@@ -50,44 +50,47 @@ def heights(points, standard):
     return np.mean(above, 0) if above else np.full(2, np.nan)
 
 
-def above_none(found, arm):
-    """{seed: heights} of the seeds in which the arm and plain PPO have all of their coefficients."""
-    seeds = set.intersection(*(set(runs) for a in (arm, "none") for runs in found[a].values()))
-    complete = len(found[arm]) > 1 and len(found["none"]) > 1
+def above(found, arm, standard):
+    """{seed: heights} of the seeds in which the arm and the standard one have all of their coefficients."""
+    seeds = set.intersection(*(set(runs) for a in (arm, standard) for runs in found[a].values()))
+    complete = len(found[arm]) > 1 and len(found[standard]) > 1
     return {
-        seed: heights(*([runs[seed] for runs in found[a].values()] for a in (arm, "none")))
+        seed: heights(*([runs[seed] for runs in found[a].values()] for a in (arm, standard)))
         for seed in (sorted(seeds) if complete else ())
     }
 
 
-def tables(data):
+def tables(data, standard="none", name="plain PPO"):
     found, rows = frontier(data), []
     for arm, coefs in found.items():
-        above = list(above_none(found, arm).values()) if arm != "none" and "none" in found else []
+        higher = list(above(found, arm, standard).values()) if arm != standard and standard in found else []
         for coef, runs in coefs.items():
             kl, *values = zip(*runs.values())
-            cells = [interval([x[i] for x in above], 3) if above and coef == min(coefs) else "" for i in (0, 1)]
+            cells = [interval([x[i] for x in higher], 3) if higher and coef == min(coefs) else "" for i in (0, 1)]
             cells = [mean_and_error(list(kl)), *(mean_and_error(list(v), 3) for v in values), *cells]
             kept = [
                 column(r, "records_kept") / np.diff(column(r, "global_step")) for r in data[f"{arm}, kl {coef:g}"].values()
             ]
             rows.append([arm, f"{coef:g}", len(runs), *cells, mean_and_error([100 * (1 - x.mean()) for x in kept], 0)])
     columns = ["", "KL penalty", "seeds", "KL", "held-out reward", "second classifier"]
-    columns += ["reward above none at equal KL [95%]", "classifier above none at equal KL [95%]", "dropped, %"]
+    columns += [f"{what} above {standard} at equal KL [95%]" for what in ("reward", "classifier")] + ["dropped, %"]
     text = (
-        "Means of the last five rounds, mean ± SE over seeds. Above none at equal KL: over those of the arm's points that are in"
-        " and within the range of plain PPO's curve of the same seed."
+        f"Means of the last five rounds, mean ± SE over seeds. Above {standard} at equal KL: over those of the arm's points that are"
+        f" in and within the range of {name}'s curve of the same seed."
     )
     return [text, table(columns, rows)]
 
 
-def state(results):
-    """How many of the runs are in, and how far each arm is above plain PPO at equal KL; for docs/language-models.md."""
-    data, wanted = load(SUITE, results), SUITE.runs()
-    found, all_of_arm = frontier(data), len(COEFS) * SUITE.entries[0].seeds
-    counts = {arm: sum(map(len, coefs.values())) for arm, coefs in found.items()}
-    parts = [f"{arm}: {count} of {all_of_arm}" for arm, count in counts.items()]
-    return f"**{sum(counts.values())} of {len(wanted)} runs are in** ({'; '.join(parts)}).\n\n{tables(data)[1]}"
+def state(results, suite=None):
+    """How many of a suite's runs are in, and how far each arm is above the standard one at equal KL; for docs/language-models.md."""
+    suite = suite or SUITE
+    own, of_arm = load(suite, results), {}
+    for arm, runs in own.items():
+        of_arm.setdefault(arm.partition(", kl ")[0], []).append(len(runs))
+    (entry,), coefs = suite.entries, len({arm.partition(", kl ")[2] for arm in suite.entries[0].arms})
+    parts = [f"{arm}: {sum(counts)} of {coefs * entry.seeds}" for arm, counts in of_arm.items()]
+    text = f"**{sum(map(len, own.values()))} of {len(suite.runs())} runs are in** ({'; '.join(parts)})."
+    return f"{text}\n\n{suite.tables(suite.load(results))[1]}" if own else "Not yet run."
 
 
 def draw(suite, results):

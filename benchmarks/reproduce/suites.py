@@ -5,7 +5,7 @@ Settings are those of the paper's appendix A.2, with the rounds of its figures a
 authors picked as best (appendix B.6). All arms of an entry have the same arguments, seeds, initial weights and first rollout.
 """
 
-from benchmarks.reproduce import pages, rlhf, rlhf_controller, rlhf_kl, tuned
+from benchmarks.reproduce import pages, rlhf, rlhf_controller, rlhf_grpo, rlhf_kl, tuned
 from benchmarks.reproduce.entries import Entry, Suite
 from benchmarks.reproduce.pages import NOTHING_DONE
 from benchmarks.reproduce.paper import PAPER
@@ -303,6 +303,7 @@ SUITES = [
     ),
     rlhf.SUITE,
     rlhf_kl.SUITE,
+    rlhf_grpo.SUITE,
     rlhf_controller.SUITE,
     *tuned.SUITES,
 ]
