@@ -43,7 +43,7 @@ def _one_at_a_time(function):
 
 
 @_one_at_a_time
-def target_gradient(agent, target, num_records=None, *, chunk_size=None):
+def target_gradient(agent, target, num_records=None, *, chunk_size=None, _name="target"):
     """Gradient of a target function with respect to the trainable parameters of `agent`.
 
     target: with num_records None, target() is the scalar target. Otherwise target(inds) is the scalar share of the records
@@ -51,21 +51,14 @@ def target_gradient(agent, target, num_records=None, *, chunk_size=None):
     Returns {parameter name: gradient}; zeros for a parameter that the target does not use.
     Raises ValueError if the target is not a finite scalar or does not depend on the parameters.
     """
-    return _target_gradient("target", agent, target, num_records, chunk_size)
-
-
-def _target_gradient(name, agent, target, num_records, chunk_size):
     agent, params = _agent_and_params(agent)
     calls = [()] if num_records is None else [(inds,) for inds in _chunks(num_records, chunk_size)]
 
     def share(call):
-        return _scalar(name, target(*call))
+        return _scalar(_name, target(*call))
 
     def compute():
-        total = {}
-        for call in calls:
-            _add(total, _gradient(share(call), params))
-        return _complete(name, total, params)
+        return _complete(_name, _sum(_gradient(share(call), params) for call in calls), params)
 
     return _undisturbed(agent, lambda: share(calls[0]), compute)
 
@@ -106,13 +99,10 @@ def influence_scores(agent, record_losses, direction, num_records, *, chunk_size
         weights = (0.5 + torch.rand(num_records, generator=generator, device="cpu")).to(next(iter(params.values())).device)
 
         def known():
-            total = {}
-            for inds in chunks:
-                _add(total, _gradient((weights[inds] * losses(inds)).sum(), params))
+            total = _sum(_gradient((weights[inds] * losses(inds)).sum(), params) for inds in chunks)
             return _dot(_complete("record_losses", total, params), direction)
 
-        first = [lambda: _forward_mode(agent, params, losses, direction, chunks)] if forward_mode else []
-        return _finite("scores", -_products(agent, params, losses, direction, chunks, weights, known, first))
+        return _finite("scores", -_products(agent, params, losses, direction, chunks, weights, known, forward_mode))
 
     return _undisturbed(agent, lambda: losses(chunks[0]), compute)
 
@@ -170,39 +160,33 @@ def return_influence(agent, logprob, advantages, *, minibatch_size=None, inds=No
         return _vector("logprob", logprob(inds), inds)
 
     def target(share):
-        gradients, graphs, logprobs = [], [], None
+        """Its gradients over the parts, the graphs that they come from if `share`, and the rounding error relative to them."""
+        gradients, graphs, left = [], [], 0
         for part in parts:
             gradients.append({})
             for inds in part.tensor_split(-(-len(part) // (chunk_size or n))):
                 values, *graph = _open(params, log_pi, inds, advantages[inds] / n, create_graph=share)
                 _finite("logprob", values)
                 _add(gradients[-1], graph[-1])
-                logprobs = values.new_empty(n) if logprobs is None else logprobs
-                logprobs[inds] = values
                 graphs += [graph] if share else []
-        return gradients, graphs, logprobs
+                # a probability that rounds to one has lost its gradient
+                left = left + (advantages[inds].abs() * values.expm1().abs().clamp(max=1)).sum()
+        eps = max(torch.finfo(values.dtype).eps, _precision(agent))
+        return gradients, graphs, float(eps * advantages.abs().sum() / left)
 
     def compute():
         share = not forward_mode and (chunk_size is None or whole)
         try:
-            gradients, graphs, logprobs = target(share)
+            gradients, graphs, rounding = target(share)
         except RuntimeError as error:  # of a function that refuses to have its gradient differentiated
             if not share or isinstance(error, torch.OutOfMemoryError):
                 raise
-            gradients, graphs, logprobs = target(False)
-        total = {}
-        for gradient in gradients:
-            _add(total, gradient)
+            gradients, graphs, rounding = target(False)
+        total = _sum(gradients)
         direction = _complete("logprob", total, params)
-        square = _dot(
-            total, total
-        )  # the direction is the mean of A_i grad log pi_i, so sum_i A_i/n product_i is |direction|^2
-        # Where probabilities round to one their gradients are lost: the rounding error, relative to what is left of them.
-        left = (advantages.abs() * logprobs.expm1().abs().clamp(max=1)).sum() / advantages.abs().sum()
-        rounding = float(max(torch.finfo(logprobs.dtype).eps, _precision(agent)) / left)
-        first = [lambda: _forward_mode(agent, params, log_pi, direction, chunks)] if forward_mode else []
-        first += [lambda: _close(graphs, direction, n)] if graphs else []
-        products = _products(agent, params, log_pi, direction, chunks, advantages / n, lambda: square, first, rounding)
+        square = _dot(total, total)  # of the mean of A_i grad log pi_i, the direction: so it is sum_i A_i/n product_i
+        known, weights = lambda: square, advantages / n
+        products = _products(agent, params, log_pi, direction, chunks, weights, known, forward_mode, graphs, rounding)
         # L_i = -A_i * log pi_i, its constant taken out: a product with one is slow in forward mode
         scores = _finite("scores", normalized * products)
         scores.agreement, scores.noise_scale = _consistency(gradients, [len(part) for part in parts])
@@ -218,7 +202,7 @@ def action_influence(agent, logprob_of_action, record_losses, num_records, *, ch
     logprob_of_action: logprob_of_action() -> scalar, log pi(a|s) of the chosen state and action.
     The other arguments, the result and the errors are those of influence_scores.
     """
-    direction = _target_gradient("logprob_of_action", agent, logprob_of_action, None, None)
+    direction = target_gradient(agent, logprob_of_action, _name="logprob_of_action")
     return influence_scores(agent, record_losses, direction, num_records, chunk_size=chunk_size, forward_mode=forward_mode)
 
 
@@ -243,9 +227,9 @@ def filter_bottom(scores, percent, *, of="negative"):
 def log_influence(writer, scores, kept, global_step, *, advantages=None, filtered=True):
     """Log the `influence/*` rows of one round through a TensorBoard SummaryWriter (W&B: sync_tensorboard=True).
 
-    scores: [N], as return_influence returns them; kept: the indices trained on; advantages: [N] raw, for their Spearman
-    correlation with the scores; filtered: False if the round was left whole by choice. Only finite scores enter; the others are
-    counted in influence/nonfinite. A noise scale that is infinite is counted in influence/noise_scale_infinite instead.
+    scores: [N], as return_influence returns them; kept: the indices trained on, or a weight of each record; advantages: [N] raw,
+    for their Spearman correlation with the scores; filtered: False if the round was left whole by choice. Only finite scores
+    enter; the others are counted in influence/nonfinite. An infinite noise scale is counted in influence/noise_scale_infinite.
     """
     row = {"agreement": getattr(scores, "agreement", np.nan), "noise_scale": getattr(scores, "noise_scale", np.nan)}
     if not np.isnan(row["noise_scale"]):
@@ -289,6 +273,11 @@ def _add(total, gradient):
     for name, grad in gradient.items():
         grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()
         total[name] = total[name].add_(grad) if name in total else grad.clone()
+    return total
+
+
+def _sum(gradients):
+    return functools.reduce(_add, gradients, {})
 
 
 def _complete(what, gradient, params):
@@ -308,16 +297,14 @@ def _open(params, losses, inds, weights, create_graph=True):
     return values.detach(), inds, w, _gradient((w * values).sum(), params, create_graph=create_graph)
 
 
-def _close(graphs, direction, n):
-    """< grad L_i, direction > of n records, [n]: the derivatives in w of < gradient, direction >."""
-    pairs = [(grad, direction[name]) for _, _, gradient in graphs for name, grad in gradient.items()]
-    inds, weights = torch.cat([graph[0] for graph in graphs]), [graph[1] for graph in graphs]
-    if not pairs:
-        return torch.zeros(n, dtype=weights[0].dtype, device=weights[0].device)
-    grads, v = zip(*pairs)
-    parts = torch.autograd.grad(grads, weights, v, allow_unused=True)
-    products = weights[0].new_empty(n)
-    products[inds] = torch.cat([torch.zeros_like(w) if part is None else part for part, w in zip(parts, weights)])
+def _close(graphs, direction):
+    """< grad L_i, direction > of all records of the graphs (inds, w, gradient): the derivatives in w of < gradient, direction >."""
+    inds, weights, gradients = zip(*graphs)
+    inds, pairs = torch.cat(inds), [(grad, direction[name]) for gradient in gradients for name, grad in gradient.items()]
+    products = torch.zeros(len(inds), dtype=weights[0].dtype, device=weights[0].device)
+    if pairs:
+        grads, v = zip(*pairs)
+        products[inds] = torch.cat(torch.autograd.grad(grads, weights, v, materialize_grads=True))
     return products
 
 
@@ -340,12 +327,12 @@ def _forward_mode(agent, params, losses, direction, chunks):
     return torch.cat(products).detach()
 
 
-def _products(agent, params, losses, direction, chunks, weights, known, first, rounding=0.0):
+def _products(agent, params, losses, direction, chunks, weights, known, forward_mode, graphs=(), rounding=0.0):
     """< grad L_i, direction > of all records, [n]: by the first way whose sum, weighted, is known() (computed by training's own
     operations); zeros where `rounding`, the relative error of the gradients themselves, leaves nothing to tell.
 
-    first: functions that return products. After them comes reverse mode, at the second try with plain kernels; at last one
-    backward pass a record, which is slow, and right whatever training differentiates.
+    The ways: forward mode, if asked for; the target's graphs, if there are any; reverse mode, at the second try with plain
+    kernels; at last one backward pass a record, which is slow, and right whatever training differentiates.
     """
     eps, reason = _precision(agent), ""
     tolerance = max(100 * eps if eps < 1e-6 else min(4 * eps, 0.03), rounding if rounding <= 0.1 else 0)
@@ -356,14 +343,15 @@ def _products(agent, params, losses, direction, chunks, weights, known, first, r
         with kernels():
             for inds in chunks:
                 _, _, w, gradient = _open(params, losses, inds, weights[inds])
-                products.append(_close([(inds - inds[0], w, gradient)], direction, len(inds)))
+                products.append(_close([(inds - inds[0], w, gradient)], direction))
                 _add(total, gradient)
         total = _complete("record_losses", total, params)
         floor = 10 * eps * (_dot(total, total) * _dot(direction, direction)) ** 0.5  # where it moves nothing, all is rounding
         return torch.cat(products), known() if kernels is _PlainKernels else _dot(total, direction), floor
 
-    ways = [lambda way=way: (way(), known(), 0) for way in first] + [reverse, lambda: reverse(_PlainKernels)]
-    for way in ways:
+    ways = [lambda: (_forward_mode(agent, params, losses, direction, chunks), known(), 0)] if forward_mode else []
+    ways += [lambda: (_close(graphs, direction), known(), 0)] if graphs else []
+    for way in [*ways, reverse, lambda: reverse(_PlainKernels)]:
         try:
             products, total, floor = way()
         except RuntimeError as error:  # NotImplementedError is one
@@ -438,31 +426,29 @@ def _consistency(gradients, sizes):
 
 
 def _undisturbed(agent, probe, compute):
-    """compute() with `agent` in evaluation mode, compiled code switched off, with gradients, on copies of its buffers; then all is put back.
+    """compute() with `agent` in evaluation mode, compiled code switched off, with gradients, on copies of its buffers; then all
+    is put back.
 
     Where random numbers were drawn or buffers or attributes changed, probe() must still give the same value twice, or there is no
     one function to differentiate: then ValueError.
     """
-    kept = [(m, m.training, dict(vars(m))) for m in agent.modules()]
-    kept_dicts = [(d, dict(d)) for _, _, attributes in kept for d in attributes.values() if isinstance(d, dict)]
-    slots = [(m._buffers, name, b) for m, *_ in kept for name, b in m._buffers.items() if b is not None]
+    kept = [(m, dict(vars(m))) for m in agent.modules()]
+    kept_dicts = [(d, dict(d)) for _, attributes in kept for d in attributes.values() if isinstance(d, dict)]
+    slots = [(m._buffers, name, b) for m, _ in kept for name, b in m._buffers.items() if b is not None]
     devices = {p.device for p in agent.parameters() if p.is_cuda}
-    rng = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+    rng, eager = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)], []
 
     def changed():
         pairs = [*zip(rng, [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)])]
         pairs += [(b, buffers[name]) for buffers, name, b in slots if b.layout is torch.strided]
         if not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
             return True
-        return any(vars(m).get(k) is not v for m, _, attributes in kept for k, v in attributes.items() if k != "training")
+        return any(vars(m).get(k) is not v for m, attributes in kept for k, v in attributes.items() if k != "training")
 
     def put_back():
-        if done:
-            return
         for stance in eager:
             stance.__exit__(None, None, None)
-        for m, training, attributes in kept:
-            m.training = training
+        for m, attributes in kept:
             for name in vars(m).keys() - attributes.keys():
                 del vars(m)[name]
             vars(m).update(attributes)
@@ -472,14 +458,12 @@ def _undisturbed(agent, probe, compute):
         torch.set_rng_state(rng[0])
         for device, state in zip(devices, rng[1:]):
             torch.cuda.set_rng_state(state, device)
-        done.append(True)
 
-    done, eager = [], []
     try:
         try:
-            for m, training, _ in kept:
+            for m, _ in kept:
                 # cuDNN's recurrent kernels have a backward in training mode only, and without dropout the two modes are one
-                m.training = training and isinstance(m, nn.RNNBase) and m.dropout == 0
+                m.training = m.training and isinstance(m, nn.RNNBase) and m.dropout == 0
             parametrize._cache.clear()
             if "torch._dynamo" in sys.modules:  # compiled code cannot be differentiated twice
                 eager.append(torch.compiler.set_stance("force_eager"))
@@ -496,8 +480,9 @@ def _undisturbed(agent, probe, compute):
                 return result
         finally:
             put_back()
-    finally:
+    except BaseException:
         put_back()  # again, as an interrupt may have come in the middle of it
+        raise
 
 
 # ---- checks
@@ -521,15 +506,12 @@ def _agent_and_params(agent):
 def _precision(agent):
     """The relative precision that the network computes in."""
     coarse = torch.get_float32_matmul_precision() != "highest"  # TF32, or bfloat16 on some CPUs
-    precision = 0.0
-    for p in agent.parameters():
-        if p.is_floating_point() or p.is_complex():
-            precision = max(precision, torch.finfo(p.dtype).eps)
-            if torch.is_autocast_enabled(p.device.type):
-                precision = max(precision, torch.finfo(torch.get_autocast_dtype(p.device.type)).eps)
-            if p.dtype == torch.float32 and (coarse or p.is_cuda and torch.backends.cudnn.allow_tf32):
-                precision = max(precision, 2.0**-8)
-    return precision
+    kinds = {(p.dtype, p.device.type) for p in agent.parameters() if p.is_floating_point() or p.is_complex()}
+    eps = [torch.finfo(dtype).eps for dtype, _ in kinds]
+    eps += [torch.finfo(torch.get_autocast_dtype(device)).eps for _, device in kinds if torch.is_autocast_enabled(device)]
+    cudnn = torch.backends.cudnn.allow_tf32
+    eps += [2.0**-8 for dtype, device in kinds if dtype == torch.float32 and (coarse or device == "cuda" and cudnn)]
+    return max(eps, default=0.0)
 
 
 def _chunks(num_records, chunk_size, halve=False):

@@ -12,7 +12,6 @@ harmful ones, run PPO's epochs over the rest. In this order: arguments, agent, s
 iif_core.py beside it, nothing else of its project. Method: Hu et al., "A Snapshot of Influence", NeurIPS 2025, arXiv 2505.19281.
 """
 
-import copy
 import importlib.metadata
 import json
 import os
@@ -34,6 +33,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
+from gymnasium.wrappers.utils import update_mean_var_count_from_moments
 from torch.utils.tensorboard import SummaryWriter
 
 from iif_core import filter_bottom, log_influence, return_influence
@@ -305,13 +305,12 @@ def loss_gradients(agent, params, args, mb_obs, mb_actions, mb_logprobs, mb_adva
 def compiled_gradients():
     """loss_gradients as one compiled function; as it is, and a line says why, where nothing can be compiled."""
     torch._dynamo.config.trace_autograd_ops = True  # or the backward pass would be left out
-    mode = "reduce-overhead" if torch.cuda.is_available() else None
     try:
         torch.compile(torch.exp)(torch.ones(2))
     except Exception as error:
         print(f"--compile: nothing can be compiled here, so the steps stay eager ({str(error).strip().splitlines()[0]})")
         return loss_gradients
-    return torch.compile(loss_gradients, mode=mode)
+    return torch.compile(loss_gradients, mode="reduce-overhead" if torch.cuda.is_available() else None)
 
 
 def update(agent, optimizer, batch, selection, args, generator):
@@ -324,8 +323,8 @@ def update(agent, optimizer, batch, selection, args, generator):
         mbs = minibatches(selection, args, generator)
         inds, sizes = torch.cat(mbs), [len(mb_inds) for mb_inds in mbs]
         for minibatch in zip(*(batch[column][inds].split(sizes) for column in columns)):
-            if args.compile and inds.is_cuda:
-                torch.compiler.cudagraph_mark_step_begin()  # the step before may be overwritten
+            if args.compile:
+                torch.compiler.cudagraph_mark_step_begin()  # on a GPU, the step before may be overwritten
             gradients, ratio, logratio, entropy, pg_loss, v_loss = step(agent, params, args, *minibatch)
             ratios.append(ratio.clone() if args.compile else ratio)
             for p, gradient in zip(params, gradients):  # a fused optimizer takes them in the order in memory
@@ -442,13 +441,49 @@ def parse_args():
     return args, checkpoint
 
 
-class RawReward(gym.Wrapper):
-    """Keeps the environment's own last reward, for --filter-when: what is normalised later is never constant."""
+class Normalize(gym.Wrapper):
+    """Gymnasium's NormalizeObservation and NormalizeReward, then clipped to 10, where --norm-obs and --norm-reward ask for it.
+
+    The same numbers in a third of the time: theirs take the mean and variance of batches of one. Keeps the environment's own last
+    reward, for --filter-when: what is normalised is never constant. `statistics` holds mean, variance and count of observations
+    and of discounted returns, and the discounted return so far; if `frozen`, they are used and not updated.
+    """
+
+    def __init__(self, env, args):
+        super().__init__(env)
+        self.args, self.frozen, shape = args, False, env.observation_space.shape
+        if args.norm_obs:
+            self.observation_space = gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
+        moments = np.zeros(shape, np.float32), np.ones(shape, np.float32), 1e-4
+        self.statistics = {"obs": moments, "return": (0.0, 1.0, 1e-4), "discounted": (0.0,)}
+
+    def update(self, name, x):
+        """The running mean and variance after x."""
+        if not self.frozen:
+            self.statistics[name] = update_mean_var_count_from_moments(*self.statistics[name], x, 0, 1)
+        return self.statistics[name][:2]
+
+    def observation(self, obs):
+        if not self.args.norm_obs:
+            return obs
+        mean, var = self.update("obs", obs)
+        return ((obs - mean) / np.sqrt(var + 1e-8)).astype(np.float32).clip(-10, 10)
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        return self.observation(obs), info
 
     def step(self, action):
-        step = self.env.step(action)
-        self.raw_reward = step[1]
-        return step
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.raw_reward = reward
+        if self.args.norm_reward:
+            (discounted,) = self.statistics["discounted"]
+            discounted = discounted * self.args.gamma * (1 - terminated) + float(reward)
+            self.statistics["discounted"] = (discounted,)
+            _, var = self.update("return", discounted)
+            reward = max(min(reward / np.sqrt(var + 1e-8), 10.0), -10.0)
+        info = info if terminated or truncated else {}  # no use for others, and putting them together takes time
+        return self.observation(obs), reward, terminated, truncated, info
 
 
 def make_env(args, video_folder=None):
@@ -464,14 +499,7 @@ def make_env(args, video_folder=None):
         env = gym.wrappers.FlattenObservation(env)
     env = gym.wrappers.RecordEpisodeStatistics(env, stats_key=STATISTICS)
     env = gym.wrappers.ClipAction(env)  # here only: the agent's own, unclipped action is stored and scored
-    env = RawReward(env)
-    if args.norm_obs:
-        env = gym.wrappers.NormalizeObservation(env)
-        env = gym.wrappers.TransformObservation(env, lambda obs: np.clip(obs, -10, 10), env.observation_space)
-    if args.norm_reward:
-        env = gym.wrappers.NormalizeReward(env, gamma=args.gamma)
-        env = gym.wrappers.TransformReward(env, lambda reward: np.clip(reward, -10, 10))
-    return env
+    return Normalize(env, args)
 
 
 def check_env(args):
@@ -505,44 +533,29 @@ def make_eval_envs(args):
     return [make_env(replace(args, norm_reward=False)) for _ in range(min(args.eval_episodes, 32))]
 
 
-def normalized(args):
-    """The names of what the normalising wrappers of an environment gather."""
-    return ["obs_rms"] * args.norm_obs + ["return_rms", "discounted_reward"] * args.norm_reward
-
-
 def get_statistics(envs, args):
-    """What the normalising wrappers of each environment have gathered: a list over environments of {name: tensor}."""
-    statistics = [{} for _ in range(envs.num_envs)]
-    for name in normalized(args):
-        for values, x in zip(statistics, envs.get_attr(name)):
-            numbers = {f"{name}.{key}": y for key, y in vars(x).items()} if name.endswith("rms") else {name: x}
-            values |= {key: torch.as_tensor(np.asarray(y)) for key, y in numbers.items()}
-    return statistics
+    """The statistics of each environment, see Normalize, as tensors."""
+    every = envs.get_attr("statistics")
+    return [{name: [torch.as_tensor(np.asarray(x)) for x in values] for name, values in own.items()} for own in every]
 
 
 def set_statistics(envs, args, statistics):
     """Give every environment what get_statistics returned."""
-    for name in normalized(args):
-        given = list(envs.get_attr(name))
-        for i, values in enumerate(statistics):
-            # A number must be Python's again: one of numpy's would change the precision of the rest.
-            numbers = {key: x.numpy().copy() if x.dim() else x.item() for key, x in values.items() if key.startswith(name)}
-            if name in numbers:
-                given[i] = numbers[name]
-            for key, x in numbers.items() if name not in numbers else ():
-                setattr(given[i], key.partition(".")[2], x)
-        envs.set_attr(name, given)
+
+    def number(x):  # Python's again: one of numpy's would change the precision of the rest
+        return x.numpy() if x.dim() else x.item()
+
+    envs.set_attr("statistics", [{name: tuple(map(number, values)) for name, values in own.items()} for own in statistics])
 
 
 def freeze_statistics(eval_envs, envs, args):
     """Give evaluation the statistics of the training environments' observations, pooled over them, to use and not to update."""
     if args.norm_obs:
-        first, *others = copy.deepcopy(envs.get_attr("obs_rms"))
+        first, *others = (own["obs"] for own in envs.get_attr("statistics"))
         for other in others:
-            first.update_from_moments(other.mean, other.var, other.count)
+            first = update_mean_var_count_from_moments(*first, *other)
         for env in eval_envs:
-            env.set_wrapper_attr("update_running_mean", False)
-            env.set_wrapper_attr("obs_rms", first)
+            env.statistics["obs"], env.frozen = first, True
 
 
 def derive_seed(*key):
@@ -586,11 +599,9 @@ def start_logging(args, run):
     if args.track:
         os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # seconds that a kill takes from an offline run
         offline = wandb.setup().settings.mode in ("offline", "dryrun")
-        wandb.init(
-            **{"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run.run_name, "config": asdict(args)},
-            **{"group": run.run_name} if offline else {"id": run.wandb_id, "resume": "allow" if run.wandb_id else None},
-            **{"sync_tensorboard": True, "save_code": True},
-        )
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run.run_name}
+        names |= {"group": run.run_name} if offline else {"id": run.wandb_id, "resume": run.wandb_id and "allow"}
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
         wandb.define_metric("*", step_metric="global_step")
         run.wandb_id = None if offline else wandb.run.id
     writer = SummaryWriter(f"runs/{run.run_name}", purge_step=run.global_step + 1 if run.iteration else None)
@@ -603,7 +614,7 @@ def log_round(writer, args, run, episodes, numbers):
     """Log the round that has just been done: its finished episodes, and {name: number}."""
     for n, (t, _, episodic_return, episodic_length) in enumerate(episodes, start=1):
         # The last episode is logged at the end of the round, so that it shares a row with the histogram of scores.
-        step = run.global_step - (args.batch_size - (t + 1) * args.num_envs) * (n < len(episodes))
+        step = run.global_step if n == len(episodes) else run.global_step - args.batch_size + (t + 1) * args.num_envs
         print(f"global_step={step}, episodic_return={episodic_return}")
         writer.add_scalar("charts/episodic_return", episodic_return, step)
         writer.add_scalar("charts/episodic_length", episodic_length, step)
@@ -692,14 +703,12 @@ if __name__ == "__main__":
         batch = {name: x.flatten(0, 1) for name, x in gae(batch, args.gamma, args.gae_lambda).items()}
         times.append(time.perf_counter())
 
-        selection, filtered = torch.arange(args.batch_size), False
         with one_line(f"round {k}", kind=ValueError):
             check_finite(batch)
             if args.filter != "none":
                 batch["scores"] = score(agent, batch, args, filter_rng)
-                filtered = tells_apart(batch, episodes, args)
-        if filtered:
-            selection = select(batch, args, filter_rng)
+        filtered = args.filter != "none" and tells_apart(batch, episodes, args)
+        selection = select(batch, args, filter_rng) if filtered else torch.arange(args.batch_size)
         times.append(time.perf_counter())
 
         if snapshots:
@@ -714,8 +723,10 @@ if __name__ == "__main__":
         need(finite, f"round {k}: the update has made the weights not finite; lower --learning-rate {args.learning_rate}")
         times.append(time.perf_counter())
 
-        run.iteration, run.global_step = k + 1, run.global_step + args.batch_size
-        run.optimizer_steps, run.skipped_updates = run.optimizer_steps + steps, run.skipped_updates + (steps == 0)
+        run.iteration += 1
+        run.global_step += args.batch_size
+        run.optimizer_steps += steps
+        run.skipped_updates += steps == 0
         numbers = {f"losses/{name}": value for name, value in losses.items()}
         numbers |= zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)[[0, 1, 3]])  # [2]: the snapshot
         numbers |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/round": k}
@@ -723,8 +734,8 @@ if __name__ == "__main__":
         numbers["charts/SPS"] = int((run.global_step - start_step) / (time.time() - start_time))
         log_round(writer, args, run, episodes, numbers)
         if "scores" in batch:
-            kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
-            log_influence(writer, batch["scores"], kept, run.global_step, advantages=batch["advantages"], filtered=filtered)
+            scores, advantages = batch["scores"], batch["advantages"]
+            log_influence(writer, scores, selection, run.global_step, advantages=advantages, filtered=filtered)
         writer.flush()
         if args.track:
             log_media(run, batch, videos, records=k in snapshots and "scores" in batch)

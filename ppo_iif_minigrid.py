@@ -321,13 +321,12 @@ def loss_gradients(agent, params, args, mb_obs, mb_actions, mb_logprobs, mb_adva
 def compiled_gradients():
     """loss_gradients as one compiled function; as it is, and a line says why, where nothing can be compiled."""
     torch._dynamo.config.trace_autograd_ops = True  # or the backward pass would be left out
-    mode = "reduce-overhead" if torch.cuda.is_available() else None
     try:
         torch.compile(torch.exp)(torch.ones(2))
     except Exception as error:
         print(f"--compile: nothing can be compiled here, so the steps stay eager ({str(error).strip().splitlines()[0]})")
         return loss_gradients
-    return torch.compile(loss_gradients, mode=mode)
+    return torch.compile(loss_gradients, mode="reduce-overhead" if torch.cuda.is_available() else None)
 
 
 def update(agent, optimizer, batch, selection, args, generator):
@@ -340,8 +339,8 @@ def update(agent, optimizer, batch, selection, args, generator):
         mbs = minibatches(selection, args, generator)
         inds, sizes = torch.cat(mbs), [len(mb_inds) for mb_inds in mbs]
         for minibatch in zip(*(batch[column][inds].split(sizes) for column in columns)):
-            if args.compile and inds.is_cuda:
-                torch.compiler.cudagraph_mark_step_begin()  # the step before may be overwritten
+            if args.compile:
+                torch.compiler.cudagraph_mark_step_begin()  # on a GPU, the step before may be overwritten
             gradients, ratio, logratio, entropy, pg_loss, v_loss = step(agent, params, args, *minibatch)
             ratios.append(ratio.clone() if args.compile else ratio)
             for p, gradient in zip(params, gradients):  # a fused optimizer takes them in the order in memory
@@ -545,11 +544,9 @@ def start_logging(args, run):
     if args.track:
         os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # seconds that a kill takes from an offline run
         offline = wandb.setup().settings.mode in ("offline", "dryrun")
-        wandb.init(
-            **{"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run.run_name, "config": asdict(args)},
-            **{"group": run.run_name} if offline else {"id": run.wandb_id, "resume": "allow" if run.wandb_id else None},
-            **{"sync_tensorboard": True, "save_code": True},
-        )
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run.run_name}
+        names |= {"group": run.run_name} if offline else {"id": run.wandb_id, "resume": run.wandb_id and "allow"}
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
         wandb.define_metric("*", step_metric="global_step")
         run.wandb_id = None if offline else wandb.run.id
     writer = SummaryWriter(f"runs/{run.run_name}", purge_step=run.global_step + 1 if run.iteration else None)
@@ -562,7 +559,7 @@ def log_round(writer, args, run, episodes, numbers):
     """Log the round that has just been done: its finished episodes, and {name: number}."""
     for n, (t, _, episodic_return, episodic_length) in enumerate(episodes, start=1):
         # The last episode is logged at the end of the round, so that it shares a row with the histogram of scores.
-        step = run.global_step - (args.batch_size - (t + 1) * args.num_envs) * (n < len(episodes))
+        step = run.global_step if n == len(episodes) else run.global_step - args.batch_size + (t + 1) * args.num_envs
         print(f"global_step={step}, episodic_return={episodic_return}")
         writer.add_scalar("charts/episodic_return", episodic_return, step)
         writer.add_scalar("charts/episodic_length", episodic_length, step)
@@ -652,14 +649,12 @@ if __name__ == "__main__":
         batch = {name: x.flatten(0, 1) for name, x in gae(batch, args.gamma, args.gae_lambda).items()}
         times.append(time.perf_counter())
 
-        selection, filtered = torch.arange(args.batch_size), False
         with one_line(f"round {k}", kind=ValueError):
             check_finite(batch)
             if args.filter != "none":
                 batch["scores"] = score(agent, batch, args, filter_rng)
-                filtered = tells_apart(batch, episodes, args)
-        if filtered:
-            selection = select(batch, args, filter_rng)
+        filtered = args.filter != "none" and tells_apart(batch, episodes, args)
+        selection = select(batch, args, filter_rng) if filtered else torch.arange(args.batch_size)
         times.append(time.perf_counter())
 
         if snapshots:
@@ -674,8 +669,10 @@ if __name__ == "__main__":
         need(finite, f"round {k}: the update has made the weights not finite; lower --learning-rate {args.learning_rate}")
         times.append(time.perf_counter())
 
-        run.iteration, run.global_step = k + 1, run.global_step + args.batch_size
-        run.optimizer_steps, run.skipped_updates = run.optimizer_steps + steps, run.skipped_updates + (steps == 0)
+        run.iteration += 1
+        run.global_step += args.batch_size
+        run.optimizer_steps += steps
+        run.skipped_updates += steps == 0
         numbers = {f"losses/{name}": value for name, value in losses.items()}
         numbers |= zip(("time/rollout", "time/scoring", "time/update"), np.diff(times)[[0, 1, 3]])  # [2]: the snapshot
         numbers |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/round": k}
@@ -683,8 +680,8 @@ if __name__ == "__main__":
         numbers["charts/SPS"] = int((run.global_step - start_step) / (time.time() - start_time))
         log_round(writer, args, run, episodes, numbers)
         if "scores" in batch:
-            kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
-            log_influence(writer, batch["scores"], kept, run.global_step, advantages=batch["advantages"], filtered=filtered)
+            scores, advantages = batch["scores"], batch["advantages"]
+            log_influence(writer, scores, selection, run.global_step, advantages=advantages, filtered=filtered)
         writer.flush()
         if args.track:
             log_media(run, batch, videos, records=k in snapshots and "scores" in batch)

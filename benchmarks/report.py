@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from benchmarks.cost import atari, compiling, environments, scaling, scoring, throughput
+from benchmarks.cost import atari, compiling, environments, halfcheetah, random_play, scaling, scoring, throughput
 from benchmarks.explain import attribution, intervene, local_check, records
 from benchmarks.files import RESULTS, ROOT
 from benchmarks.reproduce import fixed_reference, learning, rlhf_controller, rlhf_grpo, rlhf_kl, summary
@@ -30,11 +30,13 @@ PAGES |= {  # page: {block: (results) -> its Markdown}
         "scoring": lambda results: scoring.table(results / "cost" / "scoring.csv"),
         "throughput": lambda results: throughput.table(results / "cost" / "throughput.csv"),
         "compared": lambda results: throughput.compared(results / "cost" / "throughput.csv"),
+        "halfcheetah": lambda results: halfcheetah.table(results / "cost" / "halfcheetah.csv"),
         "compiling": lambda results: compiling.table(results / "cost" / "compiling.csv"),
         "scaling": lambda results: scaling.table(results / "cost" / "scaling.csv"),
         "environments": lambda results: environments.table(results / "cost" / "environments.csv"),
         "atari": lambda results: atari.table(results / "cost" / "atari.csv"),
     },
+    "details": {"random_play": lambda results: random_play.table(results / "cost" / "random_play.csv")},
     "highway": {"tables": lambda results: envpool_highway.table(results / "highway")},
     "explain": {
         "ranks": lambda results: records.table(results / "explain"),
@@ -57,7 +59,7 @@ PAGES |= {  # page: {block: (results) -> its Markdown}
 
 def path_of(page, results=RESULTS):
     own = {"benchmarks": ROOT / "benchmarks" / "README.md", "readme": ROOT / "README.md"}
-    own |= {"attribution": ROOT / "docs" / "attribution.md", "language_models": ROOT / "docs" / "language-models.md"}
+    own |= {name: ROOT / "docs" / f"{name.replace('_', '-')}.md" for name in ("details", "attribution", "language_models")}
     return own.get(page, results / page / "README.md")
 
 

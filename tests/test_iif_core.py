@@ -108,6 +108,21 @@ def assert_equal(scores, truth, tolerance=1e-10):
     assert (scores - truth).abs().max() <= tolerance * truth.abs().max() != 0
 
 
+def check_influence_scores(agent, losses, n=None, **kwargs):
+    """That they are those of the loop, against a random direction."""
+    n, direction = n or N, random_direction(agent)
+    scores = influence_scores(agent, losses, direction, n, **kwargs)
+    assert_equal(scores, -record_gradients(agent, losses, n) @ flat(agent, direction))
+
+
+def check_return_influence(agent, logprob, n=None, minibatch_size=None, inds=None, **kwargs):
+    """That it is that of the loop, with random advantages."""
+    advantages = torch.randn(n or N) + 1
+    scores = return_influence(agent, logprob, advantages, minibatch_size=minibatch_size, inds=inds, **kwargs)
+    inds = inds if inds is None else inds.tolist()
+    assert_equal(scores, return_scores_by_hand(agent, logprob, advantages, minibatch_size, inds))
+
+
 # ---- networks
 
 
@@ -134,10 +149,10 @@ def log_pi(logits, actions):
     return torch.log_softmax(logits, -1).gather(-1, actions[..., None])[..., 0]
 
 
-def discrete(agent, obs=None):
-    obs = torch.randn(N, OBS) if obs is None else obs
-    actions = torch.randint(ACTIONS, (N,))
-    return Case(agent, lambda inds: log_pi(agent(obs[inds]), actions[inds]))
+def discrete(agent, obs=None, run=None):
+    """An agent, and log pi of random actions; run(obs) -> logits, by default agent(obs)."""
+    obs, actions, run = torch.randn(N, OBS) if obs is None else obs, torch.randint(ACTIONS, (N,)), run or agent
+    return Case(agent, lambda inds: log_pi(run(obs[inds]), actions[inds]))
 
 
 def mlp_net():
@@ -306,21 +321,15 @@ every_network = pytest.mark.parametrize("network", SINGLES + SEQUENCES)
 @every_network
 def test_influence_scores_equal_the_loop(network, forward_mode):
     agent, logprob, n = network()
-    advantages, direction = torch.randn(n), random_direction(agent)
-    losses = lambda inds: -advantages[inds] * logprob(inds)
-    truth = -record_gradients(agent, losses, n) @ flat(agent, direction)
-    assert_equal(influence_scores(agent, losses, direction, n, forward_mode=forward_mode), truth)
+    advantages = torch.randn(n)
+    check_influence_scores(agent, lambda inds: -advantages[inds] * logprob(inds), n, forward_mode=forward_mode)
 
 
 @both_modes
 @pytest.mark.parametrize("chunk_size", [None, 5, 100])
 @every_network
 def test_return_influence_equals_the_loop(network, chunk_size, forward_mode):
-    agent, logprob, n = network()
-    advantages = torch.randn(n) + 1
-    kwargs = {"chunk_size": chunk_size, "forward_mode": forward_mode}
-    scores = return_influence(agent, logprob, advantages, minibatch_size=5, **kwargs)
-    assert_equal(scores, return_scores_by_hand(agent, logprob, advantages, minibatch_size=5))
+    check_return_influence(*network(), minibatch_size=5, chunk_size=chunk_size, forward_mode=forward_mode)
 
 
 @every_network
@@ -402,10 +411,7 @@ def ppo_case():
 
 
 def test_whole_ppo_loss_at_the_snapshot():
-    agent, losses, n = ppo_case()
-    direction = random_direction(agent)
-    truth = -record_gradients(agent, losses, n) @ flat(agent, direction)
-    assert_equal(influence_scores(agent, losses, direction, n), truth)
+    check_influence_scores(*ppo_case())
 
 
 def test_action_influence_equals_the_loop():
@@ -469,11 +475,7 @@ def test_official_scores(official, chunk_size):
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 9, 10])
 def test_advantages_are_normalised_in_minibatches(n, minibatch_size, shuffle):
     agent, logprob, _ = mlp()
-    advantages = torch.randn(n) + 1
-    inds = torch.randperm(n) if shuffle else None
-    scores = return_influence(agent, logprob, advantages, minibatch_size=minibatch_size, inds=inds)
-    by_hand = return_scores_by_hand(agent, logprob, advantages, minibatch_size, inds if inds is None else inds.tolist())
-    assert_equal(scores, by_hand)
+    check_return_influence(agent, logprob, n, minibatch_size, torch.randperm(n) if shuffle else None)
 
 
 def test_equal_advantages_normalise_to_zero():
@@ -624,19 +626,15 @@ custom_function = lambda *functions: pytest.mark.parametrize(
 
 
 def custom_case(custom, place):
-    net, custom = mlp_net(), getattr(custom, "apply", custom)
-    obs = torch.randn(N, OBS)
-    losses = lambda inds: PLACES[place](net, custom, obs[inds]).sin().sum(1)
-    direction = random_direction(net)
-    return net, losses, direction, -record_gradients(net, losses, N) @ flat(net, direction)
+    net, custom, obs = mlp_net(), getattr(custom, "apply", custom), torch.randn(N, OBS)
+    return net, lambda inds: PLACES[place](net, custom, obs[inds]).sin().sum(1)
 
 
 @both_modes
 @custom_function(OldSine, Sine, StraightThrough, sine_op)
 @pytest.mark.parametrize("place", PLACES)
 def test_custom_functions(custom, place, forward_mode):
-    net, losses, direction, truth = custom_case(custom, place)
-    assert_equal(influence_scores(net, losses, direction, N, forward_mode=forward_mode), truth)
+    check_influence_scores(*custom_case(custom, place), forward_mode=forward_mode)
 
 
 @slowly
@@ -644,21 +642,17 @@ def test_custom_functions(custom, place, forward_mode):
 @custom_function(SineOnce, SineOnceWithJvp, SineWrongJvp, OldSineOnce, SineBackwardInNumpy)
 @pytest.mark.parametrize("place", PLACES)
 def test_functions_without_second_derivatives(custom, place, forward_mode):
-    net, losses, direction, truth = custom_case(custom, place)
-    assert_equal(influence_scores(net, losses, direction, N, forward_mode=forward_mode), truth)
-    actions, advantages = torch.randint(ACTIONS, (N,)), torch.randn(N)
+    net, losses = custom_case(custom, place)
+    check_influence_scores(net, losses, forward_mode=forward_mode)
+    actions = torch.randint(ACTIONS, (N,))
     logprob = lambda inds: log_pi(losses(inds)[:, None] * torch.arange(ACTIONS), actions[inds])
-    truth = return_scores_by_hand(net, logprob, advantages)
-    assert_equal(return_influence(net, logprob, advantages, forward_mode=forward_mode), truth)
+    check_return_influence(net, logprob, forward_mode=forward_mode)
 
 
 def test_the_slow_way_says_why():
     agent = nn.Sequential(nn.EmbeddingBag(9, 8), nn.Tanh(), nn.Linear(8, ACTIONS))
-    agent, logprob, n = discrete(agent, torch.randint(9, (N, 4)))
-    advantages = torch.randn(n)
     with pytest.warns(UserWarning, match="record by record.*_embedding_bag_backward"):
-        scores = return_influence(agent, logprob, advantages)
-    assert_equal(scores, return_scores_by_hand(agent, logprob, advantages))
+        check_return_influence(*discrete(agent, torch.randint(9, (N, 4))))
 
 
 # ---- what forward mode does not see
@@ -733,18 +727,15 @@ UNSEEN += [no_grad_in_torchscript, cholesky_inverse]
 @pytest.mark.parametrize("case", UNSEEN)
 def test_what_forward_mode_does_not_see(case, forward_mode):
     agent, run, obs = case()
-    actions, advantages, direction = torch.randint(ACTIONS, (N,)), torch.randn(N), random_direction(agent)
-    logprob = lambda inds: log_pi(run(obs[inds]), actions[inds])
-    truth = -record_gradients(agent, logprob, N) @ flat(agent, direction)
-    assert_equal(influence_scores(agent, logprob, direction, N, forward_mode=forward_mode), truth)
-    truth = return_scores_by_hand(agent, logprob, advantages)
-    assert_equal(return_influence(agent, logprob, advantages, forward_mode=forward_mode), truth)
+    agent, logprob, _ = discrete(agent, obs, run)
+    check_influence_scores(agent, logprob, forward_mode=forward_mode)
+    check_return_influence(agent, logprob, forward_mode=forward_mode)
 
 
 @both_modes
 def test_attention_with_a_boolean_mask(forward_mode):
     agent = nn.ModuleDict({"qkv": nn.Linear(8, 24), "out": nn.Linear(24, ACTIONS)})
-    obs, actions, advantages = torch.randn(N, 3, 8), torch.randint(ACTIONS, (N,)), torch.randn(N)
+    obs, actions = torch.randn(N, 3, 8), torch.randint(ACTIONS, (N,))
     mask = torch.ones(N, 1, 1, 3, dtype=torch.bool)
     mask[: N // 2, ..., 2] = False
 
@@ -753,8 +744,7 @@ def test_attention_with_a_boolean_mask(forward_mode):
         h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[inds])
         return log_pi(agent["out"](h.transpose(1, 2).flatten(1)), actions[inds])
 
-    scores = return_influence(agent, logprob, advantages, forward_mode=forward_mode)
-    assert_equal(scores, return_scores_by_hand(agent, logprob, advantages))
+    check_return_influence(agent, logprob, forward_mode=forward_mode)
 
 
 class Detached(OldSine):
@@ -770,11 +760,10 @@ class Detached(OldSine):
 def test_losses_whose_gradients_cancel(forward_mode):
     """Their sum is zero whatever the single ones are, so that it can check nothing."""
     agent, obs = mlp_net(), torch.randn(N // 2, OBS).repeat(2, 1)
-    sign, direction = torch.ones(N), random_direction(agent)
+    sign = torch.ones(N)
     sign[N // 2 :] = -1
     losses = lambda inds: sign[inds] * agent[2](Detached.apply(agent[0](obs[inds]))).sin().sum(1)
-    truth = -record_gradients(agent, losses, N) @ flat(agent, direction)
-    assert_equal(influence_scores(agent, losses, direction, N, forward_mode=forward_mode), truth)
+    check_influence_scores(agent, losses, forward_mode=forward_mode)
 
 
 @both_modes
@@ -884,18 +873,22 @@ def test_losses_of_a_confident_policy():
 # ---- how much the round can teach
 
 
-def test_agreement_and_noise_scale():
-    agent, logprob, n = discrete(mlp_net(), torch.randn(N, OBS))
+def test_agreement():
+    agent, logprob, n = mlp()
     advantages = torch.randn(n) + 1
-    scores = return_influence(agent, logprob, advantages)
     weighted = advantages[:, None] * record_gradients(agent, logprob, n)
     early, late = weighted[: n // 2].mean(0), weighted[n // 2 :].mean(0)
-    assert scores.agreement == pytest.approx(float(early @ late / early.norm() / late.norm()), rel=1e-9)
-    quarters = iif_core._quarters(torch.arange(n))
-    assert torch.equal(torch.cat(quarters[:2]).sort().values, torch.arange(n // 2)) and [len(q) for q in quarters] == [3] * 4
-    one, other = (weighted[torch.cat(quarters[side::2])].mean(0) for side in (0, 1))
-    square, trace = one @ other, n / 4 * (one - other).square().sum()
-    assert scores.noise_scale == pytest.approx(float(trace / square) if square > 0 else math.inf, rel=1e-9)
+    agreement = return_influence(agent, logprob, advantages).agreement
+    assert agreement == pytest.approx(float(early @ late / early.norm() / late.norm()), rel=1e-9)
+
+
+def test_noise_scale_on_paper():
+    """Gradients (2, 1, 0), (2, -1, 0), (2, 0, 1), (2, 0, -1): random halves of two records, one of the first two in each, have the
+    means (2, +-1/2, +-1/2) and, with other signs, (2, -+1/2, -+1/2). So |G|^2 is 4 - 1/2, and tr(Cov) = 2 / (1/2 + 1/2) = 2.
+    """
+    agent, x = nn.Linear(3, 1, bias=False), torch.tensor([[2.0, 1, 0], [2, -1, 0], [2, 0, 1], [2, 0, -1]])
+    scores = return_influence(agent, lambda inds: agent(x[inds])[:, 0], torch.ones(4))
+    assert scores.noise_scale == pytest.approx(2 / 3.5) and scores.agreement == pytest.approx(1)
 
 
 def test_noise_scale_of_known_noise():
@@ -981,9 +974,7 @@ STOPS = {
 def test_stopped_gradients(stop, forward_mode):
     agent, obs = mlp_net(), torch.randn(N, OBS)
     losses = lambda inds: (agent(obs[inds]) * STOPS[stop](agent(obs[inds]))).sum(1)
-    direction = random_direction(agent)
-    truth = -record_gradients(agent, losses, N) @ flat(agent, direction)
-    assert_equal(influence_scores(agent, losses, direction, N, forward_mode=forward_mode), truth)
+    check_influence_scores(agent, losses, forward_mode=forward_mode)
 
 
 CAPTURES = {
@@ -1010,13 +1001,9 @@ def test_what_the_closure_captures(capture, only, forward_mode):
     agent, obs = mlp_net(), torch.randn(N, OBS)
     captured = CAPTURES[capture](agent)
     losses = lambda i: (captured(obs[i]) + torch.zeros(len(i), 1)).sin().sum(1) + (0 if only else agent(obs[i]).sin().sum(1))
-    direction = random_direction(agent)
-    if only and capture in ("its data", "another network"):
-        with pytest.raises(ValueError, match="record_losses"):
-            influence_scores(agent, losses, direction, N, chunk_size=5, forward_mode=forward_mode)
-        return
-    truth = -record_gradients(agent, losses, N) @ flat(agent, direction)
-    assert_equal(influence_scores(agent, losses, direction, N, chunk_size=5, forward_mode=forward_mode), truth)
+    nothing = only and capture in ("its data", "another network")
+    with pytest.raises(ValueError, match="record_losses") if nothing else contextlib.nullcontext():
+        check_influence_scores(agent, losses, chunk_size=5, forward_mode=forward_mode)
 
 
 # ---- evaluation mode, random numbers, buffers
@@ -1329,13 +1316,11 @@ def test_a_sparse_buffer():
 def test_a_module_registered_twice(forward_mode):
     agent = mlp_net()
     agent.add_module("again", agent[0])
-    run = lambda x: agent[2](agent.again(x).tanh())
-    obs, actions, advantages = torch.randn(N, OBS), torch.randint(ACTIONS, (N,)), torch.randn(N)
-    logprob = lambda inds: log_pi(run(obs[inds]), actions[inds])
+    case, advantages = discrete(agent, run=lambda x: agent[2](agent.again(x).tanh())), torch.randn(N)
     before = snapshot(agent)
-    scores = return_influence(agent, logprob, advantages, forward_mode=forward_mode)
+    scores = return_influence(*case[:2], advantages, forward_mode=forward_mode)
     assert snapshot(agent) == before
-    assert_equal(scores, return_scores_by_hand(agent, logprob, advantages))
+    assert_equal(scores, return_scores_by_hand(*case[:2], advantages))
 
 
 @pytest.mark.parametrize("switch", [True, False])
@@ -1408,19 +1393,10 @@ def test_chunks_do_not_change_the_scores(network):
             assert_equal(function(size), whole, 1e-12)
 
 
-@pytest.mark.parametrize(
-    "chunk_size, forward_mode, lengths",
-    [
-        (None, False, [3] * 4),  # the scores share the target's graph
-        (None, True, [3] * 4 + [12]),
-        (2, False, [2, 1] * 4 + [2] * 6),
-        (5, True, [3] * 4 + [5, 5, 2]),
-        (12, False, [12]),  # one call, for a recurrent policy
-        (100, False, [12]),
-        (100, True, [12, 12]),
-    ],
-)
-def test_closures_get_each_record_once(chunk_size, forward_mode, lengths):
+@both_modes
+@pytest.mark.parametrize("chunk_size", [None, 2, 5, N, 100])
+def test_closures_get_each_record_once_a_pass(chunk_size, forward_mode):
+    """In order, no more than chunk_size at once; and all in one call where so many fit, as a recurrent policy needs them."""
     agent, logprob, n = mlp()
     seen = []
 
@@ -1430,9 +1406,11 @@ def test_closures_get_each_record_once(chunk_size, forward_mode, lengths):
 
     kwargs = {"inds": torch.randperm(n), "chunk_size": chunk_size, "forward_mode": forward_mode}
     return_influence(agent, recording, torch.randn(n), **kwargs)
-    assert [len(inds) for inds in seen] == lengths
-    assert torch.equal(torch.cat(seen).sort().values, torch.arange(n).repeat_interleave(sum(lengths) // n))
-    assert all((inds.diff() > 0).all() and inds.dtype == torch.int64 for inds in seen)
+    whole = chunk_size is not None and chunk_size >= n
+    passes = 1 if not forward_mode and (whole or chunk_size is None) else 2  # one where the scores share the target's graph
+    assert torch.equal(torch.cat(seen).sort().values, torch.arange(n).repeat_interleave(passes))
+    assert all(len(inds) <= (chunk_size or n) and (inds.diff() > 0).all() and inds.dtype == torch.int64 for inds in seen)
+    assert not whole or [len(inds) for inds in seen] == [n] * passes
 
 
 # ---- compiled agents

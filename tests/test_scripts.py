@@ -178,8 +178,8 @@ def one():
 # What a script has of its own. The rest it shares with ppo_iif.py, text for text.
 IMAGES = {"Agent", "rollout", "score", "evaluate", "make_env", "show"}
 OWN = {
-    "ppo_iif_continuous.py": {"Agent", "rollout", "score", "tells_apart", "RawReward", "make_env", "make_eval_envs"}
-    | {"normalized", "get_statistics", "set_statistics", "freeze_statistics"},
+    "ppo_iif_continuous.py": {"Agent", "rollout", "score", "tells_apart", "Normalize", "make_env", "make_eval_envs"}
+    | {"get_statistics", "set_statistics", "freeze_statistics"},
     "ppo_iif_minigrid.py": IMAGES | {"check_args"},
     "ppo_iif_atari.py": IMAGES | {"check_args", "game", "EnvPool", "make_envs"},
 }
@@ -222,6 +222,9 @@ class Run(NamedTuple):
     out: str
     err: str
     folder: Path  # the new one in runs/, None if there is none
+
+    def rows(self):
+        return scalars(self.folder)
 
 
 def command(script, flags, own=True):
@@ -282,6 +285,10 @@ def scalars(folder):
     """{name: [(global step, value), ...]} of a run's folder."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def values(rows, name):
+    return [value for _, value in rows[name]]
 
 
 def repeatable(rows):
@@ -391,7 +398,7 @@ def rounds_of(rows):
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_training_logs_every_name(script, arms, arm):
-    rows = scalars(arms[arm].folder)
+    rows = arms[arm].rows()
     influence = {f"influence/{name}" for name in INFLUENCE} if arm != "none" else set()
     expected = (
         {f"charts/{name}" for name in CHARTS} | {f"losses/{name}" for name in LOSSES} | {f"time/{name}" for name in TIME}
@@ -406,8 +413,8 @@ def test_training_logs_every_name(script, arms, arm):
     assert rounds > 2
     for name in set(rows) - {"charts/episodic_return", "charts/episodic_length"}:
         assert [step for step, _ in rows[name]] == [script.batch * (k + 1) for k in range(rounds)], name
-    assert [value for _, value in rows["charts/round"]] == list(range(rounds))
-    steps = [value for _, value in rows["charts/optimizer_steps"]]
+    assert values(rows, "charts/round") == list(range(rounds))
+    steps = values(rows, "charts/optimizer_steps")
     assert steps[0] > 0 and steps == sorted(set(steps))
 
     histograms = EventAccumulator(str(arms[arm].folder)).Reload().Tags()["histograms"]
@@ -419,23 +426,22 @@ def test_training_logs_every_name(script, arms, arm):
 
 
 def test_what_the_arms_drop(script, arms):
-    rows = {arm: scalars(arms[arm].folder) for arm in ("influence", "random")}
+    rows = {arm: arms[arm].rows() for arm in ("influence", "random")}
     for arm in rows:
-        kept = [value for _, value in rows[arm]["influence/records_kept"]]
-        negative = [value for _, value in rows[arm]["influence/negative_fraction"]]
-        filtered = [value for _, value in rows[arm]["influence/filtered_round"]]
+        kept = values(rows[arm], "influence/records_kept")
+        negative = values(rows[arm], "influence/negative_fraction")
+        filtered = values(rows[arm], "influence/filtered_round")
         percent = stage(script).args.filter_percent
         for k, n, f in zip(kept, negative, filtered):
             assert k == script.batch - f * int(percent / 100 * round(n * script.batch))
         assert min(kept) < script.batch
-        dropped = [value for _, value in rows[arm]["influence/dropped_fraction"]]
+        dropped = values(rows[arm], "influence/dropped_fraction")
         np.testing.assert_allclose(dropped, 1 - np.array(kept) / script.batch, atol=1e-6)
 
 
 def test_first_round_is_the_same_in_every_arm(script, arms):
     first = {
-        arm: {name: [p for p in points if p[0] <= script.batch] for name, points in scalars(arms[arm].folder).items()}
-        for arm in ARMS
+        arm: {name: [p for p in points if p[0] <= script.batch] for name, points in arms[arm].rows().items()} for arm in ARMS
     }
     names = ("charts/episodic_return", "charts/episodic_length")
     assert first["influence"]["charts/episodic_return"]
@@ -449,21 +455,21 @@ def test_first_round_is_the_same_in_every_arm(script, arms):
 def test_same_seed_same_run(script, arms, tmp_path):
     """In another process, and whatever was drawn before it. Two runs that start together have folders of their own."""
     again = train(script, "--save-model", tmp_path)
-    assert repeatable(scalars(again.folder)) == repeatable(scalars(arms["influence"].folder))
+    assert repeatable(again.rows()) == repeatable(arms["influence"].rows())
     assert_same_end(model(again.folder), model(arms["influence"].folder))
     other = train(script, f"--filter none --seed 2 --total-timesteps {script.batch}", tmp_path)
     assert other.folder != again.folder
-    assert scalars(other.folder)["losses/value_loss"] != scalars(again.folder)["losses/value_loss"][:1]
+    assert other.rows()["losses/value_loss"] != again.rows()["losses/value_loss"][:1]
 
 
 def test_evaluation_does_not_change_training(script, arms, tmp_path):
     evaluated = train(script, "--save-model --eval-episodes 2", tmp_path)
-    rows = scalars(evaluated.folder)
+    rows = evaluated.rows()
     assert_same_end(model(evaluated.folder), model(arms["influence"].folder))
     steps = [script.batch * k for k in range(rounds_of(rows) + 1)]  # theta(k) of every round, and the last
     for name in ("eval/episodic_return", "eval/episodic_return_std"):
         assert [step for step, _ in rows.pop(name)] == steps
-    assert repeatable(rows) == repeatable(scalars(arms["influence"].folder))
+    assert repeatable(rows) == repeatable(arms["influence"].rows())
 
 
 @pytest.mark.parametrize("filter", ["random --filter-percent 0", "toy_filters:everything"])
@@ -486,7 +492,7 @@ def test_a_copied_script_runs(script, tmp_path):
 def test_unusual_environments(script, tmp_path):
     for flags in script.also_runs:
         done = train(script, f"{flags} --total-timesteps {script.batch} --eval-episodes 2", tmp_path)
-        rows = scalars(done.folder)
+        rows = done.rows()
         assert rows["charts/episodic_return"] and len(rows["eval/episodic_return"]) == 2, flags
 
 
@@ -496,7 +502,7 @@ def test_unusual_rounds(script, num_envs, num_steps, num_minibatches, tmp_path):
     flags = f"--num-envs {num_envs} --num-steps {num_steps} --num-minibatches {num_minibatches} --save-model"
     done = train(script, f"{flags} --total-timesteps {3 * num_envs * num_steps} --filter-when always", tmp_path)
     assert all(p.isfinite().all() for p in model(done.folder)["agent"].values())
-    assert rounds_of(scalars(done.folder)) == 3
+    assert rounds_of(done.rows()) == 3
 
 
 def test_wandb(script, tmp_path):
@@ -577,7 +583,7 @@ def test_resume_with_more_timesteps(script, checkpoint, tmp_path):
     (file,) = checkpoint.parent.glob("*.cleanrl_model")
     more = f"--total-timesteps {6 * script.batch} --save-model"
     extended = train(script, f"--resume {file} {more}", tmp_path, own=False)
-    assert rounds_of(scalars(extended.folder)) == 2
+    assert rounds_of(extended.rows()) == 2
     straight = train(script, f"--save-every 2 --filter random {more}", tmp_path)
     assert_same_end(model(extended.folder), model(straight.folder))
 
@@ -734,7 +740,7 @@ def test_numbers_that_are_not_finite(script, arm, what, value, tmp_path):
     # an observation is both that after record 40 and that before record 41
     count, record = ("1", "40") if what == "bad_reward" else ("[12]", "4[01]")
     assert re.search(rf"\b{count} of {script.batch}\b", lines[0]) and re.search(rf"\brecord {record}\b", lines[0]), lines
-    rows = scalars(done.folder)
+    rows = done.rows()
     assert rows["charts/round"] == [(script.batch, 0)] and len(rows["charts/episodic_return"]) == script.batch
 
 
@@ -779,9 +785,9 @@ def test_booleans_as_sweeps_write_them(script):
 def test_environments_that_keep_their_own_statistics(one, kind, tmp_path):
     """Whatever stands in info["episode"] already."""
     flags = f"--env-id toy_envs:{kind}-v0 --num-envs 2 --num-steps 64 --total-timesteps {one.batch} --eval-episodes 2"
-    rows = scalars(train(one, flags, tmp_path).folder)
-    assert {value for _, value in rows["charts/episodic_return"]} == {4} == {v for _, v in rows["charts/episodic_length"]}
-    assert [value for _, value in rows["eval/episodic_return"]] == [4, 4]
+    rows = train(one, flags, tmp_path).rows()
+    assert set(values(rows, "charts/episodic_return")) == {4} == set(values(rows, "charts/episodic_length"))
+    assert values(rows, "eval/episodic_return") == [4, 4]
 
 
 def test_videos(one, tmp_path):
@@ -836,7 +842,7 @@ def test_logprobs_and_values_are_those_of_the_policy(script):
 def test_episodes_are_logged_at_their_step(toy_script, tmp_path):
     """Over all environments; the last of a round at its end, beside the round's other numbers."""
     flags = "--num-envs 3 --num-steps 5 --num-minibatches 1 --total-timesteps 30"
-    rows = scalars(train(toy_script, f"{toy(toy_script, lengths=[2])} {flags}", tmp_path).folder)
+    rows = train(toy_script, f"{toy(toy_script, lengths=[2])} {flags}", tmp_path).rows()
     assert [step for step, _ in rows["charts/episodic_return"]] == [6] * 3 + [12, 12, 15] + [18] * 3 + [24] * 3 + [30] * 3
 
 
@@ -983,12 +989,12 @@ def test_random_drops_as_many_as_influence(one):
 def test_a_filter_of_ones_own(one, tmp_path):
     toy_filters.seen.clear()
     done = train(one, "--filter toy_filters:first_half", tmp_path)
-    rows = scalars(done.folder)
-    assert [value for _, value in rows["influence/records_kept"]] == [one.batch // 2] * rounds_of(rows)
+    rows = done.rows()
+    assert values(rows, "influence/records_kept") == [one.batch // 2] * rounds_of(rows)
     assert len(toy_filters.seen) == rounds_of(rows)
     for name in ("obs", "actions", "rewards", "advantages", "returns", "values", "logprobs", "scores"):
         assert all(len(batch[name]) == one.batch for batch in toy_filters.seen), name
-    rows = scalars(train(one, "--filter toy_filters:weights", tmp_path).folder)
+    rows = train(one, "--filter toy_filters:weights", tmp_path).rows()
     assert all(np.isfinite(value) for _, value in rows["losses/policy_loss"])
 
 
@@ -1009,19 +1015,19 @@ def test_wrong_filters(one, rule):
 @pytest.mark.parametrize("rule", ["nothing", "empty_list"])
 def test_nothing_left(one, rule, tmp_path):
     done = train(one, f"--filter toy_filters:{rule} --save-model", tmp_path)
-    rows = scalars(done.folder)
-    assert [value for _, value in rows["charts/skipped_updates"]] == [k + 1 for k in range(rounds_of(rows))]
-    assert [value for _, value in rows["charts/optimizer_steps"]] == [0] * rounds_of(rows)
-    assert [value for _, value in rows["influence/dropped_fraction"]] == [1] * rounds_of(rows)
+    rows = done.rows()
+    assert values(rows, "charts/skipped_updates") == [k + 1 for k in range(rounds_of(rows))]
+    assert values(rows, "charts/optimizer_steps") == [0] * rounds_of(rows)
+    assert values(rows, "influence/dropped_fraction") == [1] * rounds_of(rows)
     assert not [name for name in rows if name.startswith("losses/")]
     assert_same(model(done.folder)["agent"], stage(one).agent.state_dict())
 
 
 def test_training_goes_on_after_a_skipped_update(one, tmp_path):
     done = train(one, "--filter toy_filters:every_other_round --save-model", tmp_path)
-    rows = scalars(done.folder)
-    steps = [value for _, value in rows["charts/optimizer_steps"]]
-    assert [value for _, value in rows["charts/skipped_updates"]] == [0, 1, 1, 2]
+    rows = done.rows()
+    steps = values(rows, "charts/optimizer_steps")
+    assert values(rows, "charts/skipped_updates") == [0, 1, 1, 2]
     assert 0 < steps[0] == steps[1] < steps[2] == steps[3]
     assert all(p.isfinite().all() for p in model(done.folder)["agent"].values())
 
@@ -1038,8 +1044,8 @@ def test_training_goes_on_after_a_skipped_update(one, tmp_path):
 )
 def test_which_rounds_are_filtered(toy_script, env, when, filtered, tmp_path):
     flags = f"{toy(toy_script, **env)} --filter-when {when} --filter-percent 100 --total-timesteps {2 * toy_script.batch}"
-    rows = scalars(train(toy_script, flags, tmp_path).folder)
-    assert [value for _, value in rows["influence/filtered_round"]] == [filtered] * 2
+    rows = train(toy_script, flags, tmp_path).rows()
+    assert values(rows, "influence/filtered_round") == [filtered] * 2
     kept, negative = rows["influence/records_kept"], rows["influence/negative_fraction"]
     for (_, k), (_, n) in zip(kept, negative):
         assert n > 0
@@ -1062,11 +1068,11 @@ def test_a_policy_that_is_all_but_deterministic(script, flags, tmp_path, monkeyp
 
     monkeypatch.setattr(torch.nn.init, "zeros_", favour_the_first_action)
     done = train(script, f"--filter {flags} --filter-when always --filter-percent 50 --learning-rate 1e-9", tmp_path)
-    rows = scalars(done.folder)
-    assert rounds_of(rows) == 4 and {value for _, value in rows["losses/clipfrac"]} == {0}
+    rows = done.rows()
+    assert rounds_of(rows) == 4 and set(values(rows, "losses/clipfrac")) == {0}
     if flags != "none":
-        assert {value for _, value in rows["influence/filtered_round"]} == {0}
-        assert {value for _, value in rows["influence/records_kept"]} == {script.batch}
+        assert set(values(rows, "influence/filtered_round")) == {0}
+        assert set(values(rows, "influence/records_kept")) == {script.batch}
 
 
 # ---- minibatches, update
@@ -1212,16 +1218,14 @@ def test_a_minibatch_of_one_is_not_normalised(script):
 
 
 def test_target_kl_ends_an_update(one, tmp_path):
-    rows = scalars(train(one, "--filter none --update-epochs 5 --target-kl 1e-12", tmp_path).folder)
+    rows = train(one, "--filter none --update-epochs 5 --target-kl 1e-12", tmp_path).rows()
     steps = stage(one).args.num_minibatches
     assert rows["charts/optimizer_steps"][0][1] in [k * steps for k in (1, 2, 3, 4)]
 
 
 def test_learning_rate_annealing(one, tmp_path):
-    rows = scalars(train(one, "--anneal-lr --learning-rate 0.001", tmp_path).folder)
-    np.testing.assert_allclose(
-        [rate for _, rate in rows["charts/learning_rate"]], [0.001, 0.00075, 0.0005, 0.00025], rtol=1e-6
-    )
+    rows = train(one, "--anneal-lr --learning-rate 0.001", tmp_path).rows()
+    np.testing.assert_allclose(values(rows, "charts/learning_rate"), [0.001, 0.00075, 0.0005, 0.00025], rtol=1e-6)
 
 
 # ---- evaluation

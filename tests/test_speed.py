@@ -1,9 +1,13 @@
-"""What makes the training scripts faster changes nothing that they compute: --compile up to rounding, --vectorization not a bit."""
+"""What makes the training scripts faster changes nothing that they compute: --compile up to rounding, all else not a bit."""
 
 import copy
+import dataclasses
+import json
 import shutil
 import warnings
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from test_scripts import SCRIPTS, generator, stage, weights
@@ -61,14 +65,66 @@ def test_environments_side_by_side_give_the_same_rounds(script):
         if normalising:
             statistics = s.stages.get_statistics(s.envs, s.args)
             s.stages.set_statistics(s.envs, s.args, copy.deepcopy(statistics))
-            first |= {f"{i} {name}": x for i, values in enumerate(statistics) for name, x in values.items()}
-            assert "0 obs_rms.mean" in first and "1 discounted_reward" in first
+            for i, own in enumerate(statistics):
+                first |= {f"{i} {name} {k}": x for name, values in own.items() for k, x in enumerate(values)}
+            assert first["0 obs 2"] > 64 and first["1 return 2"] > 64  # their counts
         second, more, _ = s.rollout(next_obs)
         s.envs.close()
         rounds[kind] = first | {f"second {name}": x for name, x in second.items()}, episodes + more
     (sync, episodes), (side_by_side, same) = rounds.values()
     assert episodes == same and sync.keys() == side_by_side.keys()
     assert [name for name in sync if not torch.equal(sync[name], side_by_side[name])] == []
+
+
+@pytest.mark.parametrize("env_id, kwargs", [("HalfCheetah-v5", {"max_episode_steps": 60}), ("toy_envs:Continuous-v0", {})])
+def test_normalising_is_gymnasiums_to_the_bit(env_id, kwargs):
+    """Observations of float64 and of float32; episodes that are cut, and that end."""
+    s = SCRIPTS[1].stages
+    args = s.Args(env_id=env_id, env_kwargs=json.dumps(kwargs), norm_obs=True, norm_reward=True, gamma=0.9)
+    ours, theirs = s.make_env(args), s.make_env(dataclasses.replace(args, norm_obs=False, norm_reward=False))
+    theirs = observations = gym.wrappers.NormalizeObservation(theirs)
+    theirs = gym.wrappers.TransformObservation(theirs, lambda obs: np.clip(obs, -10, 10), theirs.observation_space)
+    theirs = returns = gym.wrappers.NormalizeReward(theirs, gamma=args.gamma)
+    theirs = gym.wrappers.TransformReward(theirs, lambda reward: np.clip(reward, -10, 10))
+    assert ours.observation_space == theirs.observation_space
+    rng, over, rewards = np.random.default_rng(0), True, set()
+    for step in range(400):
+        if over:
+            (obs, _), (same, _) = (env.reset(seed=step) for env in (ours, theirs))
+        else:
+            action = rng.normal(size=ours.action_space.shape).astype(np.float32)
+            (obs, *rest, _), (same, *others, _) = (env.step(action) for env in (ours, theirs))
+            assert rest == others
+            rewards.add(rest[0])
+        over = not over and any(rest[1:])
+        assert obs.dtype == same.dtype == np.float32 and np.array_equal(obs, same)
+        mean, var, count = ours.statistics["obs"]
+        assert mean.dtype == observations.obs_rms.mean.dtype and np.array_equal(mean, observations.obs_rms.mean)
+        assert np.array_equal(var, observations.obs_rms.var) and count == observations.obs_rms.count
+        gathered = returns.return_rms.mean, returns.return_rms.var, returns.return_rms.count
+        assert ours.statistics["return"] == gathered and ours.statistics["discounted"] == tuple(returns.discounted_reward)
+    assert len(rewards) > 50
+
+
+def test_evaluation_uses_the_statistics_of_all_environments_and_leaves_them():
+    """Two environments whose observations differ: a mean of both, weighed by their counts."""
+    s = stage(SCRIPTS[1], "--env-id toy_envs:Continuous-v0 --num-envs 2 --norm-obs --eval-episodes 1")
+    one, other = s.envs.envs
+    for env, steps in ((one, 5), (other, 20)):
+        env.reset()
+        for action in np.zeros((steps, 2), np.float32):
+            env.step(action)
+    counts = [own["obs"][2] for own in s.envs.get_attr("statistics")]
+    (env,) = s.stages.make_eval_envs(s.args)
+    s.stages.freeze_statistics([env], s.envs, s.args)
+    (mean_one, _, n_one), (mean_other, _, n_other) = (own["obs"] for own in s.envs.get_attr("statistics"))
+    mean, var, count = env.statistics["obs"]
+    assert count == pytest.approx(n_one + n_other) and n_other > 3 * n_one and mean_one[0] != mean_other[0]
+    np.testing.assert_allclose(mean, (n_one * mean_one + n_other * mean_other) / count, rtol=1e-6)
+    obs, _ = env.reset()
+    np.testing.assert_allclose(obs, ((env.env.unwrapped.observe() - mean) / np.sqrt(var + 1e-8)).clip(-10, 10), rtol=1e-6)
+    env.step(np.zeros(2, np.float32))
+    assert env.statistics["obs"][2] == count and [own["obs"][2] for own in s.envs.get_attr("statistics")] == counts
 
 
 def test_scores_in_bfloat16():
