@@ -811,11 +811,9 @@ def start_logging(args, run):
     if args.track:
         os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # seconds that a kill takes from an offline run
         offline = wandb.setup().settings.mode in ("offline", "dryrun")
-        wandb.init(
-            **{"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run.run_name, "config": asdict(args)},
-            **{"group": run.run_name} if offline else {"id": run.wandb_id, "resume": "allow" if run.wandb_id else None},
-            **{"sync_tensorboard": True, "save_code": True},
-        )
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run.run_name}
+        names |= {"group": run.run_name} if offline else {"id": run.wandb_id, "resume": run.wandb_id and "allow"}
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
         wandb.define_metric("*", step_metric="global_step")
         run.wandb_id = None if offline else wandb.run.id
     writer = SummaryWriter(f"runs/{run.run_name}", purge_step=run.global_step + 1 if run.iteration else None)
@@ -829,9 +827,8 @@ def log_round(writer, args, run, tokenizer, batch, selection, numbers):
     mask = batch["mask"]
     ended = (batch["response"] == tokenizer.eos_token_id) & mask
     if "scores" in batch:
-        kept = torch.arange(args.batch_size) if selection.is_floating_point() else selection
         last = batch["advantages"].gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)
-        log_influence(writer, batch["scores"], kept, run.global_step, advantages=last)
+        log_influence(writer, batch["scores"], selection, run.global_step, advantages=last)
     if "returns" in batch and len(selection):
         var_y, residual = (x[mask].var(correction=0).item() for x in (batch["returns"], batch["returns"] - batch["values"]))
         numbers["losses/explained_variance"] = 1 - residual / var_y if var_y else np.nan
@@ -945,7 +942,7 @@ if __name__ == "__main__":
     if args.eval_prompts and not checkpoint:
         log_evaluation(writer, *evaluation)
     while run.iteration < args.num_iterations:
-        k, times, selection = run.iteration, [time.perf_counter()], torch.arange(args.batch_size)
+        k, times = run.iteration, [time.perf_counter()]
         batch = collect(texts, args.batch_size, 10)
         times.append(time.perf_counter())
 
@@ -954,8 +951,10 @@ if __name__ == "__main__":
             validation = collect(validation_texts, n, 20, fixed) if n else None
             with resumable(*state):
                 batch["scores"] = score(agent, batch, args, validation)
-            if batch["scores"].any():  # else nothing tells good records from bad ones
-                selection = select(batch, args, stream(args, 2, k))
+        filtered = (
+            args.filter != "none" and batch["scores"].any()
+        )  # if none is scored, nothing tells good records from bad ones
+        selection = select(batch, args, stream(args, 2, k)) if filtered else torch.arange(args.batch_size)
         times.append(time.perf_counter())
         with resumable(*state):
             if any(gather_objects(bool(interrupts))):
@@ -967,8 +966,10 @@ if __name__ == "__main__":
         need(finite, f"round {k}: the update has made the weights not finite; lower --learning-rate {args.learning_rate}")
         times.append(time.perf_counter())
 
-        run.iteration, run.global_step = k + 1, run.global_step + args.batch_size
-        run.optimizer_steps, run.skipped_updates = run.optimizer_steps + steps, run.skipped_updates + (steps == 0)
+        run.iteration += 1
+        run.global_step += args.batch_size
+        run.optimizer_steps += steps
+        run.skipped_updates += steps == 0
         if rank == 0:
             numbers = {f"losses/{name}": value for name, value in losses.items()}
             numbers |= zip(("time/rollout", "time/scoring", "time/update"), np.diff(times))
