@@ -495,8 +495,8 @@ def test_report_of_language_models_at_equal_kl_by_hand(tmp_path):
     for arm, kl, value in (
         ("none, kl 0.02", 4, 0.4),
         ("none, kl 0.04", 2, 0.2),
-        ("f_seq, kl 0.02", 3, 0.5),
-        ("f_seq, kl 0.04", 9, 0.5),
+        ("f_seq, fresh, kl 0.02", 3, 0.5),
+        ("f_seq, fresh, kl 0.04", 9, 0.5),
     ):
         (r,) = SUITES["rlhf_kl"].runs(seeds=1, names=(arm,))
         rows = []
@@ -506,15 +506,15 @@ def test_report_of_language_models_at_equal_kl_by_hand(tmp_path):
             rows.append(["rlhf_kl", "reviews", arm, 100, "adam", 101, k, 128 * k, value, 128, *did, k, *more, value + 0.1])
         run.save(tmp_path, r, rows, {"run": r.name, "command": r.command})
     page = SUITES["rlhf_kl"].body(tmp_path)
-    assert cells(page, "f_seq") == [
+    assert cells(page, "f_seq, fresh") == [
         "0.02|1|3.0|0.500|0.600|0.200|0.200|25".split("|"),
         "0.04|1|9.0|0.500|0.600|||25".split("|"),
     ]
     assert cells(page, "none")[0] == "0.02|1|4.0|0.400|0.500|||25".split("|")
     state = rlhf_kl.state(tmp_path)
-    assert state.startswith("**4 of 96 runs are in** (none: 2 of 12; f_seq: 2 of 12).") and cells(state, "f_seq") == cells(
-        page, "f_seq"
-    )
+    assert state.startswith("**4 of 60 runs are in** (none: 2 of 12; f_seq, fresh: 2 of 12).") and cells(
+        state, "f_seq, fresh"
+    ) == cells(page, "f_seq, fresh")
     report.draw("rlhf_kl", tmp_path)
     assert (tmp_path / "rlhf_kl" / "rlhf_kl.png").stat().st_size > 2000
 
@@ -529,7 +529,7 @@ def test_report_of_grpo_beside_plain_ppo_by_hand(tmp_path):
         ("rlhf_grpo", "GRPO, f_seq, fresh, kl 0.1", 7, 0.9),
         ("rlhf_kl", "none, kl 0.01", 4, 0.3),
         ("rlhf_kl", "none, kl 0.02", 1, 0.1),
-        ("rlhf_kl", "f_seq, kl 0.02", 1, 0.1),
+        ("rlhf_kl", "f_seq, fresh, kl 0.02", 1, 0.1),
     ):
         (r,) = SUITES[suite].runs(seeds=1, names=(arm,))
         rows = []
@@ -539,7 +539,7 @@ def test_report_of_grpo_beside_plain_ppo_by_hand(tmp_path):
             rows.append([suite, "reviews", arm, 100, "adam", 101, k, 128 * k, value, 128, *did, k, *more, value + 0.1])
         run.save(tmp_path, r, rows, {"run": r.name, "command": r.command})
     page = SUITES["rlhf_grpo"].body(tmp_path)
-    assert "above GRPO at equal KL" in page and "|f_seq|" not in page.replace(" ", "")
+    assert "above GRPO at equal KL" in page and "|f_seq, fresh|" not in page.replace(" ", "")
     assert cells(page, "GRPO, f_seq, fresh")[0] == "0.1|1|7.0|0.900|1.000|0.100|0.100|25".split("|")
     assert cells(page, "PPO")[0] == "0.01|1|4.0|0.300|0.400|-0.100|-0.100|25".split("|")
     assert rlhf_kl.state(tmp_path, SUITES["rlhf_grpo"]).startswith(

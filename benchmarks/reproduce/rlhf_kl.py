@@ -20,9 +20,6 @@ ARMS = {
     "f_seq_kl, fresh": "--filter influence --target seq_kl --validation-prompts 128",
     "f_return, fresh": "--filter influence --target return --validation-prompts 128",
     "random, fresh": "--filter random --target seq --validation-prompts 128",  # as many dropped as f_seq on fresh answers would
-    "f_seq": "--filter influence --target seq",
-    "f_seq_kl": "--filter influence --target seq_kl",
-    "f_return": "--filter influence --target return",
 }
 COEFS = (0.04, 0.01, 0.02, 0.08)
 
