@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.explain.snapshots import spearman
 from benchmarks.files import read_csv, table
-from benchmarks.reproduce import fixed_reference, metrics, pages, tuned
+from benchmarks.reproduce import fixed_reference, metrics, pages, rlhf_kl, tuned
 from benchmarks.reproduce.paper import PAPER
 from benchmarks.reproduce.suites import SUITES
 
@@ -276,16 +276,14 @@ def when(results):
     """When does it help? For README.md."""
     d = Data(results)
 
-    def row(setting, suite, environment, arm="influence", other="none", verdict=None):
-        gains = d.gains(suite, environment, arm, other)
+    def line(setting, suite, gains, decimals, of=""):
         mean, _, half = metrics.t_interval(gains)
-        said = verdict or ("yes" if mean - half > 0 else "no" if mean + half < 0 else "not shown")
-        return [
-            setting,
-            f"{d.gain(suite, environment, arm, other)} ({len(gains)} seeds)",
-            said,
-            f"[{suite}](benchmarks/results/{suite}/README.md)",
-        ]
+        said = "yes" if mean > half else "no" if mean < -half else "not shown"
+        link = f"[{suite}](benchmarks/results/{suite}/README.md)"
+        return [setting, f"{pages.interval(gains, decimals)} ({len(gains)} seeds){of}", said, link]
+
+    def row(setting, suite, environment, arm="influence", other="none"):
+        return line(setting, suite, d.gains(suite, environment, arm, other), pages.decimals_of(environment))
 
     at = {k: (f"influence, lr x {k}", f"none, lr x {k}") for k in (1, 4, 16)}
     rows = [
@@ -300,28 +298,10 @@ def when(results):
     for name, arms in d["tuned"].items():
         gains = tuned.paired(arms, "influence", "none", tuned.area)
         if len(gains) == tuned.TEST_SEEDS:
-            mean, _, half = metrics.t_interval(gains)
-            said = "yes" if mean > half else "no" if mean < -half else "not shown"
-            cell = f"{pages.interval(gains, 2)} ({len(gains)} seeds)"
-            link = "[tuned](benchmarks/results/tuned/README.md)"
-            rows.append([f"{name}, Adam, a published setting, each arm at its own best rate", cell, said, link])
-    runs = d["rlhf"]
-    if runs:
-        from benchmarks.reproduce.rlhf import column
-
-        def end(arm, name):
-            return {seed: column(rows_, name)[-5:].mean() for seed, rows_ in runs[arm].items()}
-
-        fresh, none = end("influence, fresh", "return"), end("none", "return")
-        gain = pages.interval([fresh[seed] - none[seed] for seed in fresh], 3)
-        kls = [np.mean(list(end(arm, "kl").values())) for arm in ("influence, fresh", "none")]
-        cell = f"{gain} ({len(fresh)} seeds), at a KL of {kls[0]:.0f} against {kls[1]:.0f}"
-        rows.append(
-            [
-                "language model, scored on fresh answers (reward)",
-                cell,
-                "not at equal KL",
-                "[rlhf](benchmarks/results/rlhf/README.md)",
-            ]
-        )
+            rows.append(line(f"{name}, Adam, a published setting, each arm at its own best rate", "tuned", gains, 2))
+    found = rlhf_kl.frontier(d["rlhf_kl"])
+    for arm, text in (("f_seq, fresh", "f_seq"), ("f_seq_kl, fresh", "a target that knows the KL penalty")):
+        gains = [reward for reward, _ in rlhf_kl.above(found, arm, "none").values()] if arm in found else []
+        if len(gains) > 2:
+            rows.append(line(f"language model, scored on fresh answers, {text}", "rlhf_kl", gains, 3, ", reward at equal KL"))
     return table(["setting", "influence minus plain PPO: area under the return curve [95%]", "helps?", "data"], rows, left=4)
