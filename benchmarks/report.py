@@ -41,6 +41,7 @@ PAGES |= {  # page: {block: (results) -> its Markdown}
     "explain": {
         "ranks": lambda results: records.table(results / "explain"),
         "interventions": lambda results: intervene.table(results / "explain" / "interventions"),
+        "agreement": lambda results: intervene.agreement_table(results / "explain" / "agreement"),
         "local_check": lambda results: local_check.table(results / "explain"),
     },
     "attribution": {

@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_scripts import SCRIPTS, assert_same, assert_same_end, model, refusal, train
 
 from benchmarks.explain import behaviour, intervene, local_check, records, snapshots
@@ -271,7 +272,12 @@ def test_intervene(lake, tmp_path, capsys):
     optimizer.param_groups[0]["lr"] *= float(far["lr_factor"])
     snapshot.script.update(agent, optimizer, snapshot.batch, torch.arange(512), snapshot.args, generator)
     assert intervene.divergence(snapshot, agent) == pytest.approx(float(far["kl"]), rel=1e-3)
-    assert (tmp_path / "interventions_FrozenLake-v1.png").exists()
+    assert (tmp_path / "interventions_FrozenLake-v1.png").exists() and (tmp_path / "agreement.png").exists()
+    logged = EventAccumulator(str(lake)).Reload()  # what the run itself said of its rounds
+    for name in ("agreement", "noise_scale"):
+        values = {x.step: x.value for x in logged.Scalars(f"influence/{name}")}
+        for row in rows:
+            assert float(row[name]) == pytest.approx(values.get(512 * (int(row["round"]) + 1), np.inf), rel=1e-4)
     before = (tmp_path / "interventions.csv").read_text()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intervene, "intervene", None)  # what is there is not done again
@@ -309,6 +315,21 @@ def test_table_of_interventions_by_hand(tmp_path):
         "| Lake-v1 | none dropped, moved as far | 2 | 2 | +3.5 | +3.5 ± 2.5, – | 100% | 1.2 |",
         "| Lake-v1 | 12.5% of the negative dropped, on the rounds above | 2 | 2 | +1 | +1 ± 2, – | 50% | 1.1 |",
         "| Lake-v1 | 12.5% of the negative dropped, on the other rounds | 2 | 1 | +4 | –, +4 | 100% | 4 |",
+    ]
+
+
+def test_changes_against_agreement_by_hand(tmp_path):
+    """Six rounds whose gain by filtering grows with agreement, and one without agreement, which does not count."""
+    lines = ["run,env,seed,round,arm,return,stderr,records,episodes,kl,lr_factor,agreement,noise_scale"]
+    for k, agreement in enumerate((-0.5, 0.0, 0.2, 0.5, 0.8, 0.9, "nan")):
+        for arm, gain in zip(intervene.ARMS, (0, k, -1, None if k else 5)):
+            values = f"{10 + gain},1,8,20,1,1" if gain is not None else ",,8,20,,"
+            lines.append(f"r,Lake-v1,1,{k},{arm},{values},{agreement},3")
+    (tmp_path / "interventions.csv").write_text("\n".join(lines))
+    assert intervene.agreement_table(tmp_path).splitlines()[2:] == [
+        "| Lake-v1 | 100% of the negative dropped | 6 | +1.00 [+1.00, +1.00] | +1 ± 0.58 (3) | +3 (1) | +4.5 ± 0.5 (2) |",
+        "| Lake-v1 | as many random dropped | 6 |  | -1 ± 0 (3) | -1 (1) | -1 ± 0 (2) |",
+        "| Lake-v1 | none dropped, moved as far | 1 |  | +5 (1) |  |  |",
     ]
 
 

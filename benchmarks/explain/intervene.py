@@ -196,11 +196,13 @@ def changes(rows):
 
 
 def correlation(x, y):
-    """Spearman's, with its 95% interval: percentiles of a bootstrap over rounds."""
+    """Spearman's, with its 95% interval: percentiles of a bootstrap over rounds. As text; empty where too few rounds tell."""
+    if len(x) < 6 or not x.std() or not y.std():
+        return ""
     rng = np.random.default_rng(1)
     picks = rng.integers(len(x), size=(2000, len(x)))
     low, high = np.nanpercentile([snapshots.spearman(x[i], y[i]) for i in picks], (2.5, 97.5))
-    return snapshots.spearman(x, y), low, high
+    return f"{snapshots.spearman(x, y):+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
 def agreement_table(folder):
@@ -210,12 +212,10 @@ def agreement_table(folder):
         names = labels(float(path.stem.partition("_")[2] or 100))
         for env, arms in changes(files.read_csv(path)).items():
             for arm, (x, y) in arms.items():
-                cells = [f"{x.size}", "", *("" for _ in BANDS)]
-                if len(x) > 5:
-                    cells[1] = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*correlation(x, y))
-                for i, (low, high) in enumerate(BANDS, start=2):
+                cells = [len(x), correlation(x, y)]
+                for low, high in BANDS:
                     band = list(y[(low <= x) & (x < high)])
-                    cells[i] = f"{mean_and_error(band)} ({len(band)})" if band else ""
+                    cells.append(f"{mean_and_error(band)} ({len(band)})" if band else "")
                 lines.append([env, names[arm], *cells])
     bands = (f"agreement {text} (rounds)" for text in ("below 0.25", "0.25 to 0.75", "above 0.75"))
     header = ["environment", "update", "rounds", "rank correlation of change and agreement [95%]", *bands]
@@ -228,9 +228,7 @@ def plot_agreement(rows, folder, percent):
     fig, axes = plt.subplots(1, len(found), figsize=(3.6 * len(found), 3.2), dpi=110, squeeze=False)
     for ax, (env, arms) in zip(axes[0], found.items()):
         for (arm, (x, y)), colour in zip(arms.items(), COLOURS[1:]):
-            label = labels(percent)[arm]
-            if len(x) > 5:
-                label += ", {:+.2f} [{:+.2f}, {:+.2f}]".format(*correlation(x, y))
+            label = ", ".join(filter(None, (labels(percent)[arm], correlation(x, y))))
             ax.scatter(x, y, s=12, color=colour, alpha=0.7, lw=0, label=label)
         ax.axhline(0, color="tab:red", ls="--", lw=1)
         ax.set(xlabel="agreement of the round", ylabel="change in return", title=env)
