@@ -232,7 +232,7 @@ def plot_agreement(rows, folder, percent):
             ax.scatter(x, y, s=12, color=colour, alpha=0.7, lw=0, label=label)
         ax.axhline(0, color="tab:red", ls="--", lw=1)
         ax.set(xlabel="agreement of the round", ylabel="change in return", title=env)
-        ax.legend(frameon=False, fontsize=6)
+        ax.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
         ax.spines[["top", "right"]].set_visible(False)
     fig.tight_layout()
     save_figure(fig, folder / f"agreement{suffix(percent)}.png")
