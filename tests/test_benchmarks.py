@@ -185,7 +185,7 @@ def test_suites_are_what_they_say():
         for r in queue:
             given = options(r.arguments)
             assert (ROOT / f"{r.script}.py").exists() and given["--seed"] == str(r.seed)
-            if suite in ("tuning", "tuned", "rules"):
+            if suite in ("tuning", "tuned", "beyond", "rules"):
                 assert int(given["--total-timesteps"]) == int(given["--num-envs"]) * int(given["--num-steps"]) * r.rounds
                 continue
             if suite.startswith("rlhf"):
