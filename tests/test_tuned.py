@@ -65,7 +65,9 @@ def test_rates_beyond_the_grid_are_compared_on_the_same_seeds(monkeypatch):
     monkeypatch.setattr(tuned, "load", lambda *_: {"LunarLander": data(none=[1, 2, 9], influence=[3, 4, 9], random=[0, 0, 0])})
     monkeypatch.setattr(tuned, "read_chosen", lambda: {"LunarLander": {"none": "4", "influence": "4", "percent": "12.5"}})
     (text,) = tuned.beyond_tables({"LunarLander": data(**{"none, lr x 8": [2, 3.2]})})
-    rows = {cells[2].strip(): [c.strip() for c in cells[3:-1]] for cells in (line.split("|") for line in text.splitlines()[2:])}
+    rows = {
+        cells[2].strip(): [c.strip() for c in cells[3:-1]] for cells in (line.split("|") for line in text.splitlines()[2:])
+    }
     assert rows["none, lr x 4"][:2] == ["2", "1.5 ± 0.5"] and rows["none, lr x 4"][-1] == "2 [2, 2]"
     assert rows["none, lr x 8"][-1].startswith("0.9 [") and rows["influence, lr x 4"][-1] == ""
     assert not any(arm.startswith("random") for arm in rows)
@@ -76,7 +78,6 @@ def test_arms_differ_in_filter_and_rate_only():
         for entry in suite.entries:
             for arguments in entry.arms.values():
                 options = set(arguments.split()[::2])
-                own = {"--filter", "--filter-percent", "--learning-rate"} | (
-                    {"--script", "--rule"} if suite.name == "rules" else set()
-                )
+                more = {"rules": {"--script", "--rule"}, "beyond": {"--clip-coef"}}
+                own = {"--filter", "--filter-percent", "--learning-rate"} | more.get(suite.name, set())
                 assert options <= own and not options & set(entry.arguments.split())
