@@ -4,7 +4,8 @@
     python -m benchmarks.reproduce.tuned        apply the rule below, write results/tuned/chosen.csv; then `tuning` once more: 50%
     python -m benchmarks.run rules              other uses of the scores (benchmarks/variants/rules.py), on the tuning seeds
     python -m benchmarks.run tuned              the chosen ones, once, on the test seeds
-    python -m benchmarks.report tuning rules tuned    the pages
+    python -m benchmarks.run beyond             after the test: rates beyond the grid
+    python -m benchmarks.report tuning rules tuned beyond    the pages
 
 Settings are those that others published for plain PPO with Adam. The protocol, fixed before the first test run:
 
@@ -29,6 +30,7 @@ from benchmarks.reproduce import metrics
 from benchmarks.reproduce.entries import Entry, Suite
 
 RATES = (0.5, 1, 2, 4)
+BEYOND = (8, 16)  # after the test: rates beyond the grid, at whose end LunarLander's two arms had their best ones
 TUNING_SEEDS, TEST_SEEDS = 3, 10
 COLUMNS = (("kl", "losses/approx_kl"), ("agreement", "influence/agreement"), ("noise_scale", "influence/noise_scale"))
 RULES = ("agreeing", "scaled", "previous", "average", "as far", "least score", "least advantage")
@@ -132,6 +134,14 @@ def test_entries():
             arms |= {kind: flags(name, kind, row["influence"], float(row["percent"])) for kind in ("influence", "random")}
             entries.append(entry(name, arms, seeds=TEST_SEEDS))
     return entries
+
+
+def beyond_entries():
+    """Both arms at larger rates, on the first five test seeds, where both had chosen the largest of the grid and one was ahead."""
+    row = read_chosen().get("LunarLander")
+    percent = float(row["percent"] or 12.5) if row else 12.5
+    arms = {f"{kind}, lr x {f}": flags("LunarLander", kind, f, percent) for f in BEYOND for kind in ("none", "influence")}
+    return [entry("LunarLander", arms, seeds=5)]
 
 
 def rule_entries():
@@ -279,6 +289,24 @@ def tuned_tables(data):
     return [lines, table(header.split("|"), rows, left=2), table(columns.split("|"), differences, left=2)]
 
 
+def beyond_tables(data):
+    """Each arm at each rate, those of the test included, and how far the influence of the test is ahead of it on the same seeds."""
+    rows, tested, chosen = [], load(SUITES[1], RESULTS), read_chosen()
+    for name, arms in data.items():
+        seeds = set.union(*(set(runs) for runs in arms.values()))
+        best = {kind: f"{kind}, lr x {chosen[name][kind]}" for kind in ("none", "influence")}
+        both = {arm: {s: c for s, c in tested[name][kind].items() if s in seeds} for kind, arm in best.items()} | arms
+        for arm, runs in both.items():
+            mean, _, half = metrics.t_interval(paired(both, best["influence"], arm, area))
+            ahead = f"{mean:.3g} [{mean - half:.3g}, {mean + half:.3g}]" if arm != best["influence"] else ""
+            cells = [spread([*map(area, runs.values())]), spread([*map(final, runs.values())])]
+            rows.append([name, arm, len(runs), *cells, spread([np.nanmean(c.kl) for c in runs.values()], 2), ahead])
+    columns = (
+        "environment|arm|seeds|area ± SE|final return ± SE|KL of the last minibatch|the test's influence minus this, area"
+    )
+    return [table(columns.split("|"), rows, left=2)]
+
+
 def rules_tables(data):
     """Mean area of each rule, and what it is ahead of the two that it has to beat, each at its own best rate, same seeds."""
     rows, tuning, chosen = [], load(SUITES[0], RESULTS), read_chosen()
@@ -337,6 +365,16 @@ SUITES = [
         " were fixed before the first of these runs (see [tuning](../tuning/README.md)); seeds 101 to 110.",
         test_entries(),
         tuned_tables,
+        **SHARED,
+    ),
+    Suite(
+        "beyond",
+        "Learning rates on equal footing: beyond the grid",
+        "On LunarLander both arms chose the largest rate of the grid, four times the published one, and influence was ahead in the"
+        " [test](../tuned/README.md). Is it still, if plain PPO may go further? Both at 8 and 16 times the published rate on the first five"
+        " test seeds, run after the test had been seen.",
+        beyond_entries(),
+        beyond_tables,
         **SHARED,
     ),
     Suite(
