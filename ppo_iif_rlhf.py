@@ -951,9 +951,8 @@ if __name__ == "__main__":
             validation = collect(validation_texts, n, 20, fixed) if n else None
             with resumable(*state):
                 batch["scores"] = score(agent, batch, args, validation)
-        filtered = (
-            args.filter != "none" and batch["scores"].any()
-        )  # if none is scored, nothing tells good records from bad ones
+        # If none is scored, nothing tells good records from bad ones, and the round is left whole.
+        filtered = args.filter != "none" and batch["scores"].any()
         selection = select(batch, args, stream(args, 2, k)) if filtered else torch.arange(args.batch_size)
         times.append(time.perf_counter())
         with resumable(*state):

@@ -491,11 +491,12 @@ def test_report_of_language_models_by_hand(tmp_path):
 
 
 def test_report_of_language_models_at_equal_kl_by_hand(tmp_path):
-    """Plain PPO's points (KL, reward) are (4, 0.4), (2, 0.2): at equal KL 3 it has 0.3, and f_seq 0.5; beyond there is no curve."""
+    """Plain PPO's points (KL, reward) are (4, 0.4), (2, 0.2): at KL sqrt(8), midway in log KL, it has 0.3, and f_seq 0.5; beyond
+    there is no curve."""
     for arm, kl, value in (
         ("none, kl 0.02", 4, 0.4),
         ("none, kl 0.04", 2, 0.2),
-        ("f_seq, fresh, kl 0.02", 3, 0.5),
+        ("f_seq, fresh, kl 0.02", 8**0.5, 0.5),
         ("f_seq, fresh, kl 0.04", 9, 0.5),
     ):
         (r,) = SUITES["rlhf_kl"].runs(seeds=1, names=(arm,))
@@ -507,7 +508,7 @@ def test_report_of_language_models_at_equal_kl_by_hand(tmp_path):
         run.save(tmp_path, r, rows, {"run": r.name, "command": r.command})
     page = SUITES["rlhf_kl"].body(tmp_path)
     assert cells(page, "f_seq, fresh") == [
-        "0.02|1|3.0|0.500|0.600|0.200|0.200|25".split("|"),
+        "0.02|1|2.8|0.500|0.600|0.200|0.200|25".split("|"),
         "0.04|1|9.0|0.500|0.600|||25".split("|"),
     ]
     assert cells(page, "none")[0] == "0.02|1|4.0|0.400|0.500|||25".split("|")
@@ -520,13 +521,13 @@ def test_report_of_language_models_at_equal_kl_by_hand(tmp_path):
 
 
 def test_report_of_grpo_beside_plain_ppo_by_hand(tmp_path):
-    """GRPO's points (KL, reward) are (2, 0.2), (6, 0.6): at equal KL 4 it has 0.4, plain PPO, of its own suite, 0.3, and f_seq 0.5."""
+    """GRPO's points (KL, reward) are (2, 0.2), (8, 0.6): at equal KL 4 it has 0.4, plain PPO, of its own suite, 0.3, and f_seq 0.5."""
     assert SUITES["rlhf_grpo"].load(tmp_path) == {}
     for suite, arm, kl, value in (
         ("rlhf_grpo", "GRPO, kl 0.2", 2, 0.2),
-        ("rlhf_grpo", "GRPO, kl 0.1", 6, 0.6),
+        ("rlhf_grpo", "GRPO, kl 0.1", 8, 0.6),
         ("rlhf_grpo", "GRPO, f_seq, fresh, kl 0.2", 4, 0.5),
-        ("rlhf_grpo", "GRPO, f_seq, fresh, kl 0.1", 7, 0.9),
+        ("rlhf_grpo", "GRPO, f_seq, fresh, kl 0.1", 9, 0.9),
         ("rlhf_kl", "none, kl 0.01", 4, 0.3),
         ("rlhf_kl", "none, kl 0.02", 1, 0.1),
         ("rlhf_kl", "f_seq, fresh, kl 0.02", 1, 0.1),
@@ -540,7 +541,7 @@ def test_report_of_grpo_beside_plain_ppo_by_hand(tmp_path):
         run.save(tmp_path, r, rows, {"run": r.name, "command": r.command})
     page = SUITES["rlhf_grpo"].body(tmp_path)
     assert "above GRPO at equal KL" in page and "|f_seq, fresh|" not in page.replace(" ", "")
-    assert cells(page, "GRPO, f_seq, fresh")[0] == "0.1|1|7.0|0.900|1.000|0.100|0.100|25".split("|")
+    assert cells(page, "GRPO, f_seq, fresh")[0] == "0.1|1|9.0|0.900|1.000|0.100|0.100|25".split("|")
     assert cells(page, "PPO")[0] == "0.01|1|4.0|0.300|0.400|-0.100|-0.100|25".split("|")
     assert rlhf_kl.state(tmp_path, SUITES["rlhf_grpo"]).startswith(
         "**4 of 24 runs are in** (GRPO: 2 of 12; GRPO, f_seq, fresh: 2 of 12)."

@@ -8,7 +8,7 @@ ARMS = {
     "GRPO": "--filter none",
     "GRPO, f_seq, fresh": "--filter influence --target seq --validation-prompts 128",
 }
-COEFS = (0.2, 0.1, 0.4, 0.28)  # from above the KLs of the suite `rlhf_kl`'s plain PPO to below them; 0.8 leads to less than 1
+COEFS = (0.2, 0.1, 0.4, 0.28)  # of the KLs of the suite `rlhf_kl`'s plain PPO, and a little beyond
 
 
 def read(suite, results):

@@ -2,7 +2,8 @@
 
 A filter that only weakens the penalty gets more reward and more KL, as a lower coefficient does. So what counts is the height of
 an arm's points (KL, value), means of the last five rounds, above the curve through those of plain PPO of the same seed. The curve
-is linear between them, and is not continued beyond them.
+is linear in log KL between them, and is not continued beyond them. (Plain PPO's own middle points, left out, lie 0.010 of reward
+above that curve, and 0.030 above one that is linear in KL, which would be counted as a gain of the arm.)
 """
 
 import numpy as np
@@ -43,7 +44,7 @@ def heights(points, standard):
     within the curve."""
     standard = np.array(sorted(map(tuple, standard)))
     inside = [p for p in points if standard[0, 0] <= p[0] <= standard[-1, 0]]
-    above = [[p[i] - np.interp(p[0], standard[:, 0], standard[:, i]) for i in (1, 2)] for p in inside]
+    above = [[p[i] - np.interp(np.log(p[0]), np.log(standard[:, 0]), standard[:, i]) for i in (1, 2)] for p in inside]
     return np.mean(above, 0) if above else np.full(2, np.nan)
 
 
@@ -73,7 +74,7 @@ def tables(data, standard="none", name="plain PPO"):
     columns += [f"{what} above {standard} at equal KL [95%]" for what in ("reward", "classifier")] + ["dropped, %"]
     text = (
         f"Means of the last five rounds, mean ± SE over seeds. Above {standard} at equal KL: over those of the arm's points that are"
-        f" in and within the range of {name}'s curve of the same seed."
+        f" in and within the range of {name}'s curve of the same seed, linear in log KL."
     )
     return [text, table(columns, rows)]
 
