@@ -34,6 +34,9 @@ BEYOND = (8, 16)  # after the test: rates beyond the grid, at whose end LunarLan
 TUNING_SEEDS, TEST_SEEDS = 3, 10
 COLUMNS = (("kl", "losses/approx_kl"), ("agreement", "influence/agreement"), ("noise_scale", "influence/noise_scale"))
 RULES = ("agreeing", "scaled", "previous", "average", "as far", "least score", "least advantage")
+# After the first 42 runs of `rules`: multiples of influence's rate for the one that was ahead of it somewhere, and for those whose
+# steps are shorter by their own doing.
+OTHER_RATES = {"agreeing": (0.25, 0.5, 2), "scaled": (2, 4), "as far": (2, 4)}
 CHOSEN = RESULTS / "tuned" / "chosen.csv"
 ZOO, CLEANRL = "rl-zoo3, hyperparams/ppo.yml", "CleanRL, ppo_continuous_action.py"
 ADAM = "--optimizer adam --no-cuda --max-grad-norm 0.5"
@@ -147,13 +150,17 @@ def beyond_entries():
 
 
 def rule_entries():
-    """The rules at the rate and percent chosen for influence, on the tuning seeds."""
+    """The rules at the rate and percent chosen for influence, some at others, too, on the tuning seeds."""
     entries = []
     for name in ("Acrobot", "DoorKey"):
         if name in read_chosen() and read_chosen()[name]["percent"]:
             row, s = read_chosen()[name], SETTINGS[name]
-            own = flags(name, "influence", row["influence"], float(row["percent"]))
-            arms = {rule: f"--script {s.script} --rule {rule.replace(' ', '-')} {own}" for rule in RULES}
+            arms = {}
+            for rule in RULES:
+                for factor in (1, *OTHER_RATES.get(rule, ())):
+                    own = flags(name, "influence", float(row["influence"]) * factor, float(row["percent"]))
+                    label = rule if factor == 1 else f"{rule}, own lr x {factor:g}"
+                    arms[label] = f"--script {s.script} --rule {rule.replace(' ', '-')} {own}"
             plain = entry(name, arms, seeds=TUNING_SEEDS, first_seed=1)
             entries.append(replace(plain, script="benchmarks/variants/rules"))
     return entries
@@ -383,8 +390,9 @@ SUITES = [
         "rules",
         "Other rules",
         "Is there a better use of the scores, or of the agreement, than dropping the lowest? The rules of"
-        " benchmarks/variants/rules.py at the rate and percent chosen for influence, on the tuning seeds 1 to 3; one that is ahead of"
-        " both none and influence (each at its own best rate) gets the whole grid of rates.",
+        " benchmarks/variants/rules.py at the rate and percent chosen for influence, on the tuning seeds 1 to 3; other rates for the one"
+        " that was then ahead of none and influence (each at its own best rate) on one of the two, `agreeing`, and for the two that"
+        " shorten the steps, `scaled` and `as far` (own lr x: a multiple of influence's rate).",
         rule_entries(),
         rules_tables,
         **SHARED,
