@@ -318,18 +318,27 @@ def beyond_tables(data):
 
 def rules_tables(data):
     """Mean area of each rule, and what it is ahead of the two that it has to beat, each at its own best rate, same seeds."""
-    rows, tuning, chosen = [], load(SUITES[0], RESULTS), read_chosen()
+    rows, ahead, tuning, chosen = [], {}, load(SUITES[0], RESULTS), read_chosen()
     for name, arms in data.items():
         row = chosen[name]
         half = " 50%" if row["percent"] == "50" else ""
         others = {"none": f"none, lr x {row['none']}", "influence": f"influence{half}, lr x {row['influence']}"}
         both = arms | {arm: tuning[name][known] for arm, known in others.items()}
         for arm, seeds in both.items():
-            cells = [f"{np.mean(paired(both, arm, o, area)):+.3g}" if arm != o else "" for o in others]
+            gains = [np.mean(paired(both, arm, other, area)) for other in others]
+            cells = [f"{gain:+.3g}" if arm != other else "" for gain, other in zip(gains, others)]
             seconds = [np.nanmean(c.seconds) for c in seeds.values()]
             rows.append([name, arm, len(seeds), spread([*map(area, seeds.values())]), *cells, f"{np.mean(seconds):.2f}"])
+            if arm not in others and min(gains) > 0:
+                ahead.setdefault(arm.split(",")[0], {}).setdefault(name, []).append(arm)
+    passed = [rule for rule, names in ahead.items() if len(names) == len(data)]
+    found = "; ".join(f"{', '.join(arms)} on {name}" for names in ahead.values() for name, arms in names.items())
+    lines = [
+        f"A rule passes if it is ahead of both none and influence in the mean area, at one rate at least, on {' and '.join(data)}.",
+        f"**Passed: {', '.join(passed) or 'none'}**, of {len(RULES)}. Ahead of both anywhere: {found or 'none'}.",
+    ]
     columns = "environment|rule|seeds|area ± SE|minus none|minus influence|seconds a round"
-    return [table(columns.split("|"), rows, left=2)]
+    return [" ".join(lines), table(columns.split("|"), rows, left=2)]
 
 
 def draw(suite, results):
