@@ -213,6 +213,13 @@ def sceptic(results):
             link("learning_rate"),
         ],
         [
+            "And where plain PPO is well set, each arm at its own best rate?",
+            " ".join(tuned.verdict(name, arms).replace("**", "") for name, arms in d["tuned"].items())
+            + " On LunarLander the gain goes when both are clipped at 0.4",
+            f"{link('tuned')}, {link('beyond')}",
+        ],
+        ["Is there a better use of the scores?", tuned.rules_verdict(d["rules"]), link("rules")],
+        [
             "Does it ever do harm?",
             "On Acrobot, in rounds in which nothing tells good from bad. Stalled runs: "
             + ", ".join(f"{arm} {n} of {len(d['stalled']['Acrobot'][arm])}" for arm, n in stalled.items())

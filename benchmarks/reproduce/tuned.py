@@ -316,29 +316,42 @@ def beyond_tables(data):
     return [table(columns.split("|"), rows, left=2)]
 
 
-def rules_tables(data):
-    """Mean area of each rule, and what it is ahead of the two that it has to beat, each at its own best rate, same seeds."""
-    rows, ahead, tuning, chosen = [], {}, load(SUITES[0], RESULTS), read_chosen()
+def compared(name, arms):
+    """The arms of `rules` with the two that they have to beat, each at its own best rate, same seeds; the names of these two."""
+    row = read_chosen()[name]
+    half = " 50%" if row["percent"] == "50" else ""
+    others = {"none": f"none, lr x {row['none']}", "influence": f"influence{half}, lr x {row['influence']}"}
+    tuning = load(SUITES[0], RESULTS)[name]
+    return arms | {arm: tuning[known] for arm, known in others.items()}, list(others)
+
+
+def rules_verdict(data):
+    """Which rule is ahead of both in the mean area, at one rate at least, in every environment."""
+    ahead = {}
     for name, arms in data.items():
-        row = chosen[name]
-        half = " 50%" if row["percent"] == "50" else ""
-        others = {"none": f"none, lr x {row['none']}", "influence": f"influence{half}, lr x {row['influence']}"}
-        both = arms | {arm: tuning[name][known] for arm, known in others.items()}
-        for arm, seeds in both.items():
-            gains = [np.mean(paired(both, arm, other, area)) for other in others]
-            cells = [f"{gain:+.3g}" if arm != other else "" for gain, other in zip(gains, others)]
-            seconds = [np.nanmean(c.seconds) for c in seeds.values()]
-            rows.append([name, arm, len(seeds), spread([*map(area, seeds.values())]), *cells, f"{np.mean(seconds):.2f}"])
-            if arm not in others and min(gains) > 0:
+        both, others = compared(name, arms)
+        for arm in arms:
+            if all(np.mean(paired(both, arm, other, area)) > 0 for other in others):
                 ahead.setdefault(arm.split(",")[0], {}).setdefault(name, []).append(arm)
     passed = [rule for rule, names in ahead.items() if len(names) == len(data)]
-    found = "; ".join(f"{', '.join(arms)} on {name}" for names in ahead.values() for name, arms in names.items())
-    lines = [
-        f"A rule passes if it is ahead of both none and influence in the mean area, at one rate at least, on {' and '.join(data)}.",
-        f"**Passed: {', '.join(passed) or 'none'}**, of {len(RULES)}. Ahead of both anywhere: {found or 'none'}.",
-    ]
+    found = "; ".join(f"{' and '.join(arms)} on {name}" for names in ahead.values() for name, arms in names.items())
+    return (
+        f"To pass, a rule has to be ahead of both none and influence in mean area on {' and '.join(data)}, at one rate at least."
+        f" Passed: {', '.join(passed) or 'none'} of {len(RULES)}. Ahead of both anywhere: {found or 'none'}"
+    )
+
+
+def rules_tables(data):
+    """Mean area of each rule, and what it is ahead of the two that it has to beat."""
+    rows = []
+    for name, arms in data.items():
+        both, others = compared(name, arms)
+        for arm, seeds in both.items():
+            cells = [f"{np.mean(paired(both, arm, o, area)):+.3g}" if arm != o else "" for o in others]
+            seconds = [np.nanmean(c.seconds) for c in seeds.values()]
+            rows.append([name, arm, len(seeds), spread([*map(area, seeds.values())]), *cells, f"{np.mean(seconds):.2f}"])
     columns = "environment|rule|seeds|area ± SE|minus none|minus influence|seconds a round"
-    return [" ".join(lines), table(columns.split("|"), rows, left=2)]
+    return [f"{rules_verdict(data)}.", table(columns.split("|"), rows, left=2)]
 
 
 def draw(suite, results):
