@@ -73,6 +73,21 @@ def test_rates_beyond_the_grid_are_compared_on_the_same_seeds(monkeypatch):
     assert not any(arm.startswith("random") for arm in rows)
 
 
+def test_a_rule_passes_that_is_ahead_of_both_in_every_environment(monkeypatch):
+    tuning = {"none, lr x 1": [1, 2, 3], "influence 50%, lr x 2": [2, 2, 3], "influence, lr x 2": [9, 9, 9]}
+    monkeypatch.setattr(tuned, "load", lambda *_: dict.fromkeys(("Acrobot", "DoorKey"), data(**tuning)))
+    row = {"none": "1", "influence": "2", "percent": "50"}
+    monkeypatch.setattr(tuned, "read_chosen", lambda: {"Acrobot": row, "DoorKey": row})
+    first = {"previous": [1, 2, 3], "previous, own lr x 2": [2, 3, 3], "scaled": [1, 2, 3.5]}  # scaled: ahead of none only
+    first["average"] = [2, 9]  # a seed is missing
+    text = tuned.rules_verdict({"Acrobot": data(**first), "DoorKey": data(previous=[4, 4, 4], scaled=[0, 3, 3])})
+    assert "Passed: previous of 7" in text and text.endswith("previous, own lr x 2 on Acrobot; previous on DoorKey")
+    first["previous, own lr x 2"] = [2, 2, 2.9]
+    assert "Passed: none of 7. Ahead of both anywhere: previous on DoorKey" in tuned.rules_verdict(
+        {"Acrobot": data(**first), "DoorKey": data(previous=[4, 4, 4])}
+    )
+
+
 def test_arms_differ_in_filter_and_rate_only():
     for suite in tuned.SUITES:
         for entry in suite.entries:

@@ -331,7 +331,8 @@ def rules_verdict(data):
     for name, arms in data.items():
         both, others = compared(name, arms)
         for arm in arms:
-            if all(np.mean(paired(both, arm, other, area)) > 0 for other in others):
+            gains = [paired(both, arm, other, area) for other in others]
+            if all(len(gain) == TUNING_SEEDS and np.mean(gain) > 0 for gain in gains):
                 ahead.setdefault(arm.split(",")[0], {}).setdefault(name, []).append(arm)
     passed = [rule for rule, names in ahead.items() if len(names) == len(data)]
     found = "; ".join(f"{' and '.join(arms)} on {name}" for names in ahead.values() for name, arms in names.items())
