@@ -5,6 +5,8 @@ arms, `arm` against `other` as the standard run; an arm against itself is its ru
 numbers are where nothing has been done. What the numbers mean: metrics.py.
 """
 
+import itertools
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -30,6 +32,9 @@ STYLES = {
     "random": {"color": "#CC79A7"},
     "stable-baselines3": {"color": "#009E73"},
 }
+OTHERS = "tab:green tab:red tab:purple tab:brown tab:cyan tab:orange tab:olive tab:pink".split()
+SHADES = {"influence": "Blues", "none": "Greys", "": "viridis_r"}  # of arms that differ in a number only
+OTHER_SHADES = ("Oranges", "Purples", "Greens")
 # Since then every stream of random numbers is derived from (seed, round, purpose): a run made before cannot be repeated digit
 # for digit.
 STREAMS_CHANGED = "2026-12-02T22:00"
@@ -319,6 +324,27 @@ def made(name, wanted, results):
 # ---- the picture
 
 
+def styles_of(arms):
+    """{arm: how its line is drawn}. Arms that differ in a number only, such as "none, lr x 4", are shades of one colour."""
+    import matplotlib
+
+    families = {}
+    for arm in arms:
+        name, _, value = arm.rpartition(" lr x ")
+        shaded = re.fullmatch(r"[\d.]+", value)
+        families.setdefault(name.split(",")[0] if shaded else arm, []).append((float(value) if shaded else 1, arm))
+    others, maps, styles = itertools.cycle(OTHERS), itertools.cycle(OTHER_SHADES), {}
+    for name, members in families.items():
+        if len(members) == 1:
+            arm = members[0][1]
+            styles[arm] = {"lw": 1.2, **(STYLES.get(arm) or {"color": next(others)})}
+            continue
+        shades = matplotlib.colormaps[SHADES.get(name) or next(maps)]
+        for i, (_, arm) in enumerate(sorted(members)):
+            styles[arm] = {"lw": 1.2, "color": matplotlib.colors.to_hex(shades(0.4 + 0.55 * i / (len(members) - 1)))}
+    return styles
+
+
 def draw(suite, results):
     """results/SUITE/SUITE.png: a panel for each environment, or, of a suite that shows each run, for each of its arms."""
     plt = pyplot()
@@ -334,7 +360,7 @@ def draw(suite, results):
     size = {"figsize": (3.7 * columns, 2.6 * height), "dpi": 90}
     figure, axes = plt.subplots(height, columns, squeeze=False, layout="constrained", **size)
     order = dict.fromkeys(arm for e in suite.entries for arm in e.arms)
-    styles = {arm: {"lw": 1.2, **STYLES.get(arm, {"color": f"C{i % 10}"})} for i, arm in enumerate(order)}
+    styles = styles_of(order)
     for ax, (title, environment, arms) in zip(axes.flat, panels):
         for arm, curves in sorted(arms.items(), key=lambda item: "signal" in item[0]):  # dashes above the line they follow
             if not curves:
@@ -361,7 +387,14 @@ def draw(suite, results):
     handles = {label: h for ax in axes.flat for h, label in zip(*ax.get_legend_handles_labels())}
     if handles:
         handles = {arm: handles[arm] for arm in order if arm in handles}
-        figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=8)
+        figure.legend(
+            handles.values(),
+            handles,
+            loc="outside upper center",
+            ncols=min(len(handles), 4 if columns == 3 else 3),
+            frameon=False,
+            fontsize=8,
+        )
     figure.supxlabel("round k", fontsize=9)
     figure.supylabel("return of theta(k)", fontsize=9)
     save_small(figure, results / suite.name / f"{suite.name}.png")

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.files import RESULTS, pyplot, read_csv, save_small, table, write_csv
-from benchmarks.reproduce import metrics
+from benchmarks.reproduce import metrics, pages
 from benchmarks.reproduce.entries import Entry, Suite
 
 RATES = (0.5, 1, 2, 4)
@@ -357,22 +357,27 @@ def rules_tables(data):
 
 
 def draw(suite, results):
-    """Curves: means over seeds and their 95% intervals."""
+    """Curves: means over seeds, of up to three arms with their 95% intervals; of `rules`, with the two that they have to beat."""
     plt, data = pyplot(), suite.load(results)
-    fig, axes = plt.subplots(1, len(data), figsize=(4 * len(data), 3.2), dpi=110, squeeze=False)
+    if suite.name == "rules":
+        data = {name: compared(name, arms)[0] for name, arms in data.items()}
+    fig, axes = plt.subplots(1, len(data), figsize=(4 * len(data) + 1.5, 3.2), dpi=100, squeeze=False, layout="constrained")
+    styles = pages.styles_of(dict.fromkeys(arm for arms in data.values() for arm in arms))
     for ax, (name, arms) in zip(axes[0], data.items()):
-        for i, (arm, seeds) in enumerate(arms.items()):
+        for arm, seeds in arms.items():
             returns = np.array([c.returns for c in seeds.values()])
             steps = (1 + np.arange(returns.shape[1])) * SETTINGS[name].records / 1000
-            style = {"ls": "--"} if arm.startswith("none") and len(arms) > 3 else {}
-            ax.plot(steps, returns.mean(0), color=f"C{i}", label=arm, lw=1.3, **style)
+            ax.plot(steps, returns.mean(0), label=arm, **styles[arm])
             if len(seeds) > 2 and len(arms) <= 3:
                 half = metrics.t_quantile(len(seeds) - 1) * returns.std(0, ddof=1) / len(seeds) ** 0.5
-                ax.fill_between(steps, returns.mean(0) - half, returns.mean(0) + half, color=f"C{i}", alpha=0.15, lw=0)
+                ax.fill_between(
+                    steps, returns.mean(0) - half, returns.mean(0) + half, color=styles[arm]["color"], alpha=0.15, lw=0
+                )
         ax.set(title=name, xlabel="thousand steps", ylabel="return of training episodes")
-        ax.legend(frameon=False, fontsize=6)
         ax.spines[["top", "right"]].set_visible(False)
-    fig.tight_layout()
+    handles = {label: h for ax in axes[0] for h, label in zip(*ax.get_legend_handles_labels())}
+    handles = {arm: handles[arm] for arm in styles}
+    fig.legend(handles.values(), handles, loc="outside right upper", frameon=False, fontsize=7)
     save_small(fig, results / suite.name / f"{suite.name}.png")
     plt.close(fig)
 
