@@ -242,7 +242,7 @@ def plot_agreement(rows, folder, percent):
 def mean_and_error(x):
     if len(x) < 2:
         return f"{x[0]:+.2g}" if x else "–"
-    return f"{np.mean(x):+.2g} ± {np.std(x, ddof=1) / len(x) ** 0.5:.2g}"
+    return f"{round(np.mean(x), 9) + 0.0:+.2g} ± {np.std(x, ddof=1) / len(x) ** 0.5:.2g}"
 
 
 def main(args):

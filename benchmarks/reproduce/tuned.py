@@ -277,10 +277,11 @@ def tuned_tables(data):
     rows = []
     for name, arms in data.items():
         for arm, seeds in arms.items():
-            means = {f: [np.nanmean(getattr(c, f)) for c in seeds.values()] for f in ("kl", "seconds", "agreement")}
+            means = {f: [np.nanmean(getattr(c, f)) for c in seeds.values()] for f in ("kl", "seconds")}
+            agreements = [np.nanmean(c.agreement) for c in seeds.values() if not np.isnan(c.agreement).all()]
             cells = [name, arm, len(seeds), spread([*map(area, seeds.values())]), spread([*map(final, seeds.values())])]
-            agreement = spread(means["agreement"], 2) if not np.isnan(means["agreement"]).any() else ""
-            rows.append([*cells, spread(means["kl"], 2), f"{np.mean(means['seconds']):.2f}", agreement])
+            cells += [spread(means["kl"], 2), f"{np.mean(means['seconds']):.2f}"]
+            rows.append([*cells, spread(agreements, 2) if agreements else ""])
     header = "environment|arm|seeds|area ± SE|final return ± SE|KL of the last minibatch|seconds a round|agreement"
     differences = []
     for name, arms in data.items():
@@ -383,7 +384,8 @@ def draw(suite, results):
 
 
 SOURCES = "\n".join(
-    f"- {name}: {s.steps:,} steps, published rate {s.learning_rate:g}; {s.source}." for name, s in SETTINGS.items()
+    f"- {name}: {s.steps:,} steps, published rate {s.learning_rate:g}; {s.source}{'; --compile' * ('--compile' in s.arguments)}."
+    for name, s in SETTINGS.items()
 )
 SHARED = {"read": load, "picture": draw, "caption": "Return of training episodes, mean over seeds; bands: 95% interval (t)."}
 SUITES = [
